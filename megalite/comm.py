@@ -1,0 +1,245 @@
+"""Every collective and transfer of megalite: size-1 aware, out of place, countable.
+
+Decisions
+- This is the only module of ours that calls `torch.distributed` on tensors (FSDP2 and the checkpoint library call it
+  themselves).
+- An axis of size 1 is a branch here and nowhere else: callers never ask how many ranks there are.
+- Results are new tensors; an input is never changed. Functions whose name begins with `start_` return a `Pending` to
+  wait for.
+- `record_comms(axes)` lists what was sent, as (operation, axis name, number of elements): the tables in the layers'
+  docstrings are tests.
+- A failure names the operation, the axis, its ranks and what the run was doing.
+- torch renamed `all_gather_into_tensor` and `reduce_scatter_tensor` in 2.13; both names are tried here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.errors import CommError
+from megalite.grid import Axis, Grid
+
+__all__ = [
+    "Pending",
+    "Record",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "count_comms",
+    "record_comms",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_reduce_",
+    "start_recv",
+    "start_reduce_scatter",
+    "start_send",
+]
+
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+ReduceName = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One recorded operation; `numel` counts the elements of the tensor that goes in."""
+
+    op: str
+    axis: str
+    numel: int
+
+
+class Pending:
+    """A tensor that is on its way. `wait()` returns it; until then neither it nor the input may be touched."""
+
+    def __init__(self, axis: Axis, op: str, tensor: Tensor, works: Sequence[Any], keep: Tensor | None = None) -> None:
+        self._axis, self._op, self._tensor, self._works, self._keep = axis, op, tensor, works, keep
+
+    def wait(self) -> Tensor:
+        with _named(self._axis, self._op):
+            for work in self._works:
+                work.wait()
+        self._works, self._keep = (), None
+        return self._tensor
+
+    def is_over(self) -> bool:
+        """Whether the operation has ended, without waiting."""
+        return all(work.is_completed() for work in self._works)
+
+
+@contextmanager
+def _named(axis: Axis, op: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(
+            f"{op} over axis {axis.name} (ranks {_short(axis.ranks)}) failed during {axis.progress.doing}: {error}"
+        ) from error
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _record(axis: Axis, op: str, tensor: Tensor) -> None:
+    if axis.progress.records is not None:
+        axis.progress.records.append(Record(op, axis.name, tensor.numel()))
+
+
+@contextmanager
+def record_comms(where: Grid | Axis) -> Iterator[list[Record]]:
+    """List every operation on the axes of `where` (one axis, or all axes of a grid) inside the `with` block."""
+    progress = where.progress
+    before, progress.records = progress.records, []
+    try:
+        yield progress.records
+    finally:
+        progress.records = before
+
+
+def count_comms(records: Sequence[Record]) -> dict[tuple[str, str], int]:
+    """{(operation, axis name): how often}."""
+    return dict(Counter((record.op, record.axis) for record in records))
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Pending:
+    """Elementwise reduction over the axis; every rank gets the result, of the shape of `x`."""
+    if axis.size == 1:
+        return Pending(axis, "all_reduce", x, ())
+    _record(axis, "all_reduce", x)
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    with _named(axis, "all_reduce"):
+        work = dist.all_reduce(out, op=_REDUCE[op], group=axis.group, async_op=True)
+    return Pending(axis, "all_reduce", out, (work,))
+
+
+def all_reduce(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Tensor:
+    """Elementwise reduction over the axis; every rank gets the result, of the shape of `x`."""
+    return start_all_reduce(x, axis, op).wait()
+
+
+def all_reduce_(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Tensor:
+    """`all_reduce` in place, for buffers that the caller owns; `x` must be contiguous."""
+    return start_all_reduce_(x, axis, op).wait()
+
+
+def start_all_reduce_(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Pending:
+    """`start_all_reduce` in place, for buffers that the caller owns; `x` must be contiguous."""
+    assert x.is_contiguous(), "an in-place reduction of a non-contiguous tensor would reduce a copy"
+    if axis.size == 1:
+        return Pending(axis, "all_reduce", x, ())
+    _record(axis, "all_reduce", x)
+    with _named(axis, "all_reduce"):
+        work = dist.all_reduce(x, op=_REDUCE[op], group=axis.group, async_op=True)
+    return Pending(axis, "all_reduce", x, (work,))
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Concatenate along dimension 0 in axis order: [n, ...] on every rank -> [size * n, ...]."""
+    if axis.size == 1:
+        return Pending(axis, "all_gather", x, ())
+    _record(axis, "all_gather", x)
+    source = x.detach().contiguous()
+    out = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
+    with _named(axis, "all_gather"):
+        work = _all_gather_single(out, source, group=axis.group, async_op=True)
+    return Pending(axis, "all_gather", out, (work,), keep=source)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Concatenate along `dim` in axis order."""
+    if dim == 0 or axis.size == 1:
+        return start_all_gather(x, axis).wait()
+    return all_gather(x.movedim(dim, 0), axis).movedim(0, dim).contiguous()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Sum over the axis and keep this rank's slice of dimension 0: [size * n, ...] -> [n, ...]."""
+    if axis.size == 1:
+        return Pending(axis, "reduce_scatter", x, ())
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
+    _record(axis, "reduce_scatter", x)
+    source = x.detach().contiguous()
+    out = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
+    with _named(axis, "reduce_scatter"):
+        work = _reduce_scatter_single(out, source, group=axis.group, async_op=True)
+    return Pending(axis, "reduce_scatter", out, (work,), keep=source)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Sum over the axis and keep this rank's slice of `dim`."""
+    if dim == 0 or axis.size == 1:
+        return start_reduce_scatter(x, axis).wait()
+    return reduce_scatter(x.movedim(dim, 0), axis).movedim(0, dim).contiguous()
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Every rank gets the tensor of the rank at position `source` of the axis; shapes must agree."""
+    if axis.size == 1:
+        return x
+    _record(axis, "broadcast", x)
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    with _named(axis, "broadcast"):
+        dist.broadcast(out, src=axis.ranks[source], group=axis.group)
+    return out
+
+
+def start_send(x: Tensor, axis: Axis, target: int) -> Pending:
+    """Send to the rank at position `target` of the axis; the transfer is over when `wait` returns."""
+    _record(axis, "send", x)
+    return _transfer(dist.isend, "send", x.detach().contiguous(), axis, target)
+
+
+def start_recv(buffer: Tensor, axis: Axis, source: int) -> Pending:
+    """Receive into `buffer` from the rank at position `source` of the axis; `wait` returns the filled buffer."""
+    _record(axis, "recv", buffer)
+    return _transfer(dist.irecv, "recv", buffer, axis, source)
+
+
+def _transfer(function: Callable[..., Any], op: str, x: Tensor, axis: Axis, peer: int) -> Pending:
+    # A batch of one: NCCL then uses the axis' own communicator instead of making (and warning about) one per pair of
+    # ranks. gloo returns one work per operation and NCCL one for all: wait for each.
+    with _named(axis, op):
+        works = dist.batch_isend_irecv([dist.P2POp(function, x, axis.ranks[peer], group=axis.group)])
+    return Pending(axis, op, x, works, keep=x)
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.size > 1:
+        with _named(axis, "barrier"):
+            dist.barrier(group=axis.group)
+
+
+def all_gather_object(value: Any, axis: Axis) -> list[Any]:
+    """The Python values of all ranks, in axis order (start-up and checks only: it pickles)."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    with _named(axis, "all_gather_object"):
+        dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
+    """The Python value of the rank at position `source` (start-up and checks only: it pickles)."""
+    if axis.size == 1:
+        return value
+    box = [value if axis.rank == source else None]
+    with _named(axis, "broadcast_object"):
+        dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group)
+    return box[0]

@@ -1,0 +1,40 @@
+"""One micro-batch as every part of megalite sees it.
+
+Legend: B sequences of the micro-batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+__all__ = ["MicroBatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Inputs and targets of one forward pass.
+
+    tokens, labels: int64 [B, S]; loss_mask: float32 [B, S], 0 where a position bears no loss; position_ids: int64 [B, S].
+    first_sample: number of this micro-batch's first sample in the order of the whole run. It does not depend on the layout, so random
+    numbers keyed by it (dropout) do not either.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    first_sample: int
+
+    def to(self, target: device) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return MicroBatch(
+            tokens=self.tokens.to(target, non_blocking=True),
+            labels=self.labels.to(target, non_blocking=True),
+            loss_mask=self.loss_mask.to(target, non_blocking=True),
+            position_ids=self.position_ids.to(target, non_blocking=True),
+            first_sample=self.first_sample,
+        )

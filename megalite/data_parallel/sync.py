@@ -1,0 +1,48 @@
+"""Tells data parallelism, before each backward pass, what that pass has to reduce, free and wait for.
+
+Decisions
+- The pipeline says which backward of a stage is its last of the step; everything else follows from the strategy (table
+  in `shard`).
+- Up to the last backward, strategies 0 and 1 only add gradients up, 2 and 3 reduce them; only 3 frees the weights. The
+  last backward always frees them: the optimizer changes the slices, and nobody would gather them again.
+- Several forwards may be in flight: their saved activations refer to gathered weights by storage, which a later gather
+  fills again with the same values.
+- Over dp_replicate, slices of strategies 2 and 3 are added up locally (fp32) and all-reduced by the last backward only.
+- Each stage of a rank is its own root, so stages may stand at different points of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megalite.data_parallel.shard import sharded_modules
+
+__all__ = ["GradientSync"]
+
+
+class GradientSync:
+    """The pipeline's hook; does nothing for stages that are not wrapped.
+
+    stages: {global stage number: stage} of this rank. zero: what `shard_stage` was given.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], zero: int) -> None:
+        self._zero = zero
+        self._modules = {number: sharded_modules(stage) for number, stage in stages.items()}
+        self._roots = {number: stage for number, stage in stages.items() if isinstance(stage, FSDPModule)}
+        self._is_last: dict[int, bool] = {}
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        """Must be called before each backward of `stage`; `is_last` marks the last one of the step."""
+        if stage not in self._roots or self._is_last.get(stage) == is_last:
+            return
+        self._is_last[stage] = is_last
+        # FSDP2 forgets the forwards in flight and waits for all reductions in the last backward only.
+        self._roots[stage].set_is_last_backward(is_last)
+        for module in self._modules[stage]:
+            module.set_requires_gradient_sync(is_last or self._zero >= 2, recurse=False)
+            module.set_requires_all_reduce(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last or self._zero == 3, recurse=False)

@@ -1,0 +1,95 @@
+"""Causal self-attention with grouped keys and values, heads split over tp.
+
+Decisions:
+- q, k and v are separate parameters (no interleaved rows to get wrong) that share one gather of x.
+- Each tp rank computes N/tp query heads. With fewer key/value heads than ranks, K divides tp: k_proj and v_proj stay
+  whole on every rank, each rank uses the rows of the one head that its queries belong to, and the gradients are
+  summed over tp (ColumnParallelLinear's num_shards).
+- The softmax runs in torch's scaled_dot_product_attention. Its kernels that broadcast key/value heads by themselves
+  are the flash and cuDNN ones (half precision on GPUs, anything on CPUs); the memory-efficient kernel, the only one
+  for fp32 on GPUs, needs heads repeated. Without the distinction an fp32 run on a GPU would silently materialise S x
+  S scores.
+- Every token sees all earlier tokens of its sequence; documents inside a sequence are not masked from each other.
+- Heads are split over tp, so attention dropout draws other numbers on every tp rank.
+
+Legend: S sequence, B micro-batch, H hidden, N query heads, K key/value heads, D head size; `_local` is this tp rank's
+share.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.errors import ConfigError
+from megalite.model.mlp import output_std
+from megalite.model.rope import Rotation, rotate
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
+from megalite.tensor_parallel.parameter import ParallelContext
+from megalite.tensor_parallel.rng import DropoutKey, seed_dropout
+
+__all__ = ["Attention", "needs_repeated_heads"]
+
+
+class Attention(nn.Module):
+    """Projections, rotation, softmax attention and output projection of one block.
+
+    Raises ConfigError when the heads cannot be split over tp.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
+        _check_heads(heads, kv_heads, ctx.tp.size)
+        self.tp, self.dropout_p = ctx.tp, config.attention_dropout
+        hidden, width, std = config.hidden_size, heads * self.head_dim, config.init_method_std
+        bias = config.add_bias_linear or config.add_qkv_bias
+        shards = kv_heads if kv_heads < ctx.tp.size else None
+        kv_width = kv_heads * self.head_dim
+        self.q_proj = ColumnParallelLinear(hidden, width, bias=bias, std=std, ctx=ctx)
+        self.k_proj = ColumnParallelLinear(hidden, kv_width, bias=bias, std=std, num_shards=shards, ctx=ctx)
+        self.v_proj = ColumnParallelLinear(hidden, kv_width, bias=bias, std=std, num_shards=shards, ctx=ctx)
+        self.o_proj = RowParallelLinear(width, hidden, bias=config.add_bias_linear, std=output_std(config), ctx=ctx)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, key: DropoutKey) -> Tensor:
+        """[S, B, H] -> [S, B, H] (under sequence parallelism both are this rank's share of S)."""
+        projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
+        q_SBND, k_SBKD, v_SBKD = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
+        if rotation is not None:
+            q_SBND, k_SBKD = rotate(q_SBND, rotation), rotate(k_SBKD, rotation)
+        return self.o_proj(self._attend(q_SBND, k_SBKD, v_SBKD, key).flatten(2))
+
+    def _attend(self, q_SBND: Tensor, k_SBKD: Tensor, v_SBKD: Tensor, key: DropoutKey) -> Tensor:
+        p = self.dropout_p if self.training else 0.0
+        if p > 0.0:
+            seed_dropout(key, "attention", q_SBND.device, self.tp.rank)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (q_SBND, k_SBKD, v_SBKD))
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and needs_repeated_heads(q.device, q.dtype):
+            k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+            grouped = False
+        out_BNSD = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
+        return out_BNSD.permute(2, 0, 1, 3)
+
+
+def needs_repeated_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the best attention kernel there cannot broadcast key/value heads over query heads."""
+    return device.type == "cuda" and dtype is torch.float32
+
+
+def _check_heads(heads: int, kv_heads: int, tp: int) -> None:
+    violations = []
+    if heads % kv_heads:
+        violations.append(
+            f"{heads} query heads cannot share {kv_heads} key/value heads evenly: use a divisor of {heads}"
+        )
+    if heads % tp:
+        violations.append(f"{heads} query heads cannot be split over {tp} tp ranks: use a tp size that divides {heads}")
+    if kv_heads % tp and tp % kv_heads:
+        violations.append(
+            f"{kv_heads} key/value heads cannot be split over {tp} tp ranks nor shared by them: one must be a divisor"
+        )
+    if violations:
+        raise ConfigError(violations)

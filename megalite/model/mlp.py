@@ -1,0 +1,82 @@
+"""The feed-forward part of a block: up, activation, down.
+
+Decisions:
+- Gated (swiglu): silu(gate_proj(x)) * up_proj(x), two parameters that share one gather of x. Others:
+  activation(up_proj(x)).
+- "gelu" is the exact form with erf, "gelu_tanh" the tanh approximation: two models, so two names.
+- up is split by columns over tp, down by rows: one reduction per MLP.
+- down_proj starts with std / sqrt(2 x layers), because 2 x layers branches add up in the residual stream.
+
+Legend: S sequence, B micro-batch, H hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
+from megalite.tensor_parallel.parameter import ParallelContext
+
+__all__ = ["MLP", "GatedMLP", "build_mlp", "output_std"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu_squared": _relu_squared,
+}
+
+
+def output_std(config: ModelConfig) -> float:
+    """Initial standard deviation of the two projections of a block that write into the residual stream."""
+    return config.init_method_std / (2 * config.num_layers) ** 0.5
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        bias, std = config.add_bias_linear, config.init_method_std
+        self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
+        self.down_proj = RowParallelLinear(
+            config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        bias, std = config.add_bias_linear, config.init_method_std
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
+        self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
+        self.down_proj = RowParallelLinear(
+            config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])
+        return self.down_proj(F.silu(gate) * up)
+
+
+def build_mlp(config: ModelConfig, ctx: ParallelContext) -> MLP | GatedMLP:
+    """The MLP that the configuration asks for."""
+    return GatedMLP(config, ctx) if config.activation == "swiglu" else MLP(config, ctx)

@@ -1,0 +1,20 @@
+"""From gradients to new weights: finishing sums, norm, clipping, AdamW, learning rate."""
+
+from megalite.optim.grads import clip_grads_, finalize_grads, global_names, grad_norm, is_finite
+from megalite.optim.lr import lr_at
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.parameters import OptimParameter, collect_parameters
+from megalite.optim.replicas import check_replicas
+
+__all__ = [
+    "OptimParameter",
+    "Optimizer",
+    "check_replicas",
+    "clip_grads_",
+    "collect_parameters",
+    "finalize_grads",
+    "global_names",
+    "grad_norm",
+    "is_finite",
+    "lr_at",
+]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: partition, schedules, their proof and simulation (pure Python), and the runtime (torch)."""

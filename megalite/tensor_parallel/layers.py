@@ -1,0 +1,215 @@
+"""The three layers that hold tensor-parallel weights: column-parallel and row-parallel linear, vocabulary-parallel
+embedding.
+
+Decisions
+- A layer holds parameters and says how they are cut; the arithmetic and its collectives are in `linear` and `mappings`.
+- Layers that share an input (q, k, v or gate, up) stay separate parameters and run through one `column_parallel_layers`
+  call.
+- Fewer key/value heads than tp ranks: the weight stays whole on every rank, each rank multiplies with the rows of its
+  heads, and its gradient is a part of the whole (`partial_over_tp`).
+- A row-parallel bias is added once, after the sum over tp. Under sequence parallelism each rank sees its positions
+  only, so the bias' gradient is partial.
+- Parameters have no values until `init_module_`: the values depend on the parameter's full name, which a layer does not
+  know.
+
+The embedding's collectives: one all-reduce forward, or with sequence parallelism one reduce-scatter forward and one
+all-gather backward.
+
+Legend: S sequence, B micro-batch, H hidden, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.errors import ConfigError, DataError
+from megalite.tensor_parallel.linear import column_parallel, row_parallel
+from megalite.tensor_parallel.mappings import reduce_from_tp, reduce_scatter_to_sp
+from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, Role, add_parameter, to_local
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "column_parallel_layers"]
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x @ weight.T + bias, the out features cut over tp.
+
+    weight [out, in] and bias [out] are cut along dimension 0. `num_shards` is the number of pieces that the out
+    features may be cut into (key/value heads); with fewer pieces than ranks the weight stays whole and rank r uses
+    piece r * num_shards // tp. Raises ConfigError when the pieces and tp do not divide one another.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        *,
+        bias: bool,
+        std: float,
+        num_shards: int | None = None,
+        role: Role = "linear",
+        valid_rows: int | None = None,
+        copy_of: str | None = None,
+        shared_over_pp: bool = False,
+    ) -> None:
+        super().__init__()
+        tp = ctx.tp
+        self.in_features, self.out_features = in_features, out_features
+        self.tp, self.sequence_parallel = tp, ctx.sequence_parallel
+        self.num_shards = num_shards
+        self.is_whole = num_shards is not None and num_shards < tp.size
+        _check_shards(out_features, num_shards, tp.size)
+        shard_dim = None if self.is_whole else 0
+        weight_info = ParameterInfo(
+            role=role,
+            init="normal",
+            std=std,
+            partial_over_tp=self.is_whole,
+            valid_rows=valid_rows,
+            copy_of=copy_of,
+            shared_over_pp=shared_over_pp,
+        )
+        shape = (out_features, in_features)
+        add_parameter(self, "weight", shape, tp=tp, shard_dim=shard_dim, info=weight_info, device=ctx.device)
+        if bias:
+            info = ParameterInfo(role="bias", init="zeros", partial_over_tp=self.is_whole)
+            add_parameter(self, "bias", (out_features,), tp=tp, shard_dim=shard_dim, info=info, device=ctx.device)
+        else:
+            self.register_parameter("bias", None)
+
+    def local_weight(self) -> Tensor:
+        """The rows [out_local, in] that this rank multiplies with."""
+        return self._own_rows(to_local(self.weight))
+
+    def local_bias(self) -> Tensor | None:
+        """[out_local], or None."""
+        return None if self.bias is None else self._own_rows(to_local(self.bias))
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        if not self.is_whole:
+            return x
+        assert self.num_shards is not None
+        length = self.out_features // self.num_shards
+        return x.narrow(0, self.tp.rank * self.num_shards // self.tp.size * length, length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in], or [S_local, B, in] under sequence parallelism -> [S, B, out_local]."""
+        return column_parallel_layers(x, [self])[0]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
+
+
+def _check_shards(out_features: int, num_shards: int | None, tp_size: int) -> None:
+    if num_shards is None:
+        return
+    if out_features % num_shards != 0:
+        raise ConfigError(f"{out_features} out features cannot be cut into {num_shards} equal pieces")
+    if max(num_shards, tp_size) % min(num_shards, tp_size) != 0:
+        raise ConfigError(
+            f"{num_shards} pieces (key/value heads) and tensor-parallel size {tp_size} do not divide one another; "
+            "choose a tp that divides the number of heads or is a multiple of it"
+        )
+
+
+def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """The outputs of several layers of one input, with one gather and one reduced dx; see `column_parallel`."""
+    first = layers[0]
+    weights = [layer.local_weight() for layer in layers]
+    biases = [layer.local_bias() for layer in layers]
+    return column_parallel(x, weights, biases, first.tp, first.sequence_parallel)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x @ weight.T + bias, the in features cut over tp: it takes what a column-parallel layer gives.
+
+    weight [out, in] is cut along dimension 1, bias [out] is whole on each rank.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, bias: bool, std: float) -> None:
+        super().__init__()
+        tp = ctx.tp
+        self.in_features, self.out_features = in_features, out_features
+        self.tp, self.sequence_parallel = tp, ctx.sequence_parallel
+        info = ParameterInfo(role="linear", init="normal", std=std)
+        add_parameter(self, "weight", (out_features, in_features), tp=tp, shard_dim=1, info=info, device=ctx.device)
+        if bias:
+            info = ParameterInfo(role="bias", init="zeros", partial_over_tp=ctx.sequence_parallel)
+            add_parameter(self, "bias", (out_features,), tp=tp, shard_dim=None, info=info, device=ctx.device)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism."""
+        bias = None if self.bias is None else to_local(self.bias)
+        return row_parallel(x, to_local(self.weight), bias, self.tp, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of weight [V, H], cut over tp along the padded vocabulary; rows from `valid_rows` on are padding."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        ctx: ParallelContext,
+        *,
+        std: float,
+        valid_rows: int,
+        shared_over_pp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.valid_rows = num_embeddings, embedding_dim, valid_rows
+        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        info = ParameterInfo(
+            role="embedding", init="normal", std=std, valid_rows=valid_rows, shared_over_pp=shared_over_pp
+        )
+        shape = (num_embeddings, embedding_dim)
+        add_parameter(self, "weight", shape, tp=ctx.tp, shard_dim=0, info=info, device=ctx.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [S, B] -> [S, B, H], or [S_local, B, H] under sequence parallelism.
+
+        Raises DataError for a token outside the vocabulary where that can be seen without waiting for the device.
+        """
+        check_tokens(tokens, self.valid_rows)
+        weight, tp = to_local(self.weight), self.tp
+        if tp.size == 1:
+            return F.embedding(tokens, weight)
+        num_rows = weight.shape[0]
+        row = tokens - tp.rank * num_rows
+        is_foreign = (row < 0) | (row >= num_rows)
+        # A foreign token looks up some row, spread by the remainder: if all took row 0, its gradient would be a sum of
+        # most positions.
+        part = F.embedding(row.remainder(num_rows), weight).masked_fill_(is_foreign.unsqueeze(-1), 0.0)
+        return reduce_scatter_to_sp(part, tp) if self.sequence_parallel else reduce_from_tp(part, tp)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} x {self.embedding_dim}, {self.valid_rows} valid, tp={self.tp.size}"
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raise DataError when a token is not in [0, vocab_size); only on the CPU, where looking does not stall the
+    device."""
+    if tokens.device.type != "cpu" or tokens.numel() == 0:
+        return
+    low, high = (int(value) for value in tokens.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"tokens go from {low} to {high}, but the vocabulary has {vocab_size}; "
+            "use the tokenizer that made the data, or raise vocab_size"
+        )

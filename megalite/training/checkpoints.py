@@ -1,0 +1,75 @@
+"""What of a run goes into a checkpoint, and back: weights, optimizer moments, the state, the configuration.
+
+Keys: `model.NAME`, `optimizer.NAME.exp_avg`, `optimizer.NAME.exp_avg_sq` with logical parameter names. The last stage's copy of a tied
+embedding goes by the embedding's name. Nothing else is needed: learning rate, data order and random numbers are functions of the state.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite import comm
+from megalite.checkpoint import Manifest, load_tensors, newest_checkpoint, read_manifest, save_checkpoint
+from megalite.checkpoint.store import describe
+from megalite.errors import CheckpointError
+from megalite.grid import AXES
+from megalite.log import get_logger
+from megalite.training.setup import Run
+
+__all__ = ["load_run", "save_run"]
+
+
+def save_run(run: Run) -> Path:
+    """Save below `output.save`. Collective."""
+    assert run.config.output.save is not None
+    run.grid.progress.doing = f"saving after step {run.state.step}"
+    tensors = run_tensors(run)
+    named = {name: describe(tensor) for name, tensor in tensors.items()}
+    everything: dict[str, dict] = {}
+    for part in comm.all_gather_object(named, run.grid.pp):
+        everything.update(part)
+    manifest = Manifest(
+        step=run.state.step,
+        consumed_samples=run.state.consumed_samples,
+        config=run.config.to_dict(),
+        tensors=everything,
+        layout=dict(zip(AXES, run.grid.shape.sizes)),
+        versions={"torch": torch.__version__, "megalite": version("megalite")},
+    )
+    path = save_checkpoint(Path(run.config.output.save), tensors, manifest, run.grid.world)
+    get_logger().info(f"saved {path}")
+    return path
+
+
+def load_run(run: Run, path: Path) -> None:
+    """Fill a freshly built run from a checkpoint of any layout. Collective. Raises CheckpointError."""
+    checkpoint = newest_checkpoint(path)
+    manifest = read_manifest(checkpoint)
+    tensors = run_tensors(run)
+    load_tensors(checkpoint, tensors, pp=run.grid.pp)
+    run.optimizer.load_step(manifest.step)
+    run.state.step, run.state.consumed_samples = manifest.step, manifest.consumed_samples
+    _check_position(run, manifest)
+    get_logger().info(f"loaded {checkpoint}: step {manifest.step}, {manifest.consumed_samples} samples consumed")
+
+
+def run_tensors(run: Run) -> dict[str, Tensor]:
+    """All tensors of a checkpoint as this rank holds them, under their keys; they share storage with the run."""
+    tensors: dict[str, Tensor] = {}
+    for parameter in run.parameters:
+        tensors[f"model.{parameter.name}"] = parameter.parameter.detach()
+    for name, moments in run.optimizer.named_state().items():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    return tensors
+
+
+def _check_position(run: Run, manifest: Manifest) -> None:
+    """Train on only when there is something left, and at a step that the new batch size can continue from."""
+    if manifest.step > run.config.train.train_iters:
+        raise CheckpointError(
+            f"the checkpoint is at step {manifest.step}, the run ends at train_iters {run.config.train.train_iters}; raise --train-iters"
+        )

@@ -1,0 +1,123 @@
+"""From a launched process to a process group, and from any rank's error to the end of all ranks.
+
+Decisions
+- Where a process stands comes from torchrun's variables, read once, here; without them it is a run of one rank.
+- Backend: NCCL for CUDA tensors beside gloo for CPU tensors where CUDA is used, gloo otherwise.
+- The first rank that fails says so in the rendezvous store, which exists before any process group; it alone prints its error. The
+  others, whose errors are consequences (closed connections), print one line. Every rank then leaves at once, without the clean-up that
+  could wait for the others; torchrun ends whatever is left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalite.errors import ConfigError, MegaliteError
+
+__all__ = ["Launch", "choose_device", "guard", "init_distributed", "world_size_from_environment"]
+
+_FAILURES = "megalite/failures"
+_WAIT_FOR_LAUNCHER = 5.0  # seconds that a rank which failed second leaves the launcher to notice the first one
+
+
+def world_size_from_environment() -> int:
+    """Number of ranks that torchrun launched; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands among those that were launched together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    store: dist.Store
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Meet the other ranks at torchrun's store; a process of its own makes a private one."""
+        if "RANK" not in os.environ:
+            return cls(0, 1, 0, dist.HashStore())
+        store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[call-overload]
+        return cls(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store)
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """`auto` is this rank's GPU where CUDA is, else the CPU. Raises ConfigError when CUDA is asked for and missing."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device; use --device cpu or install a CUDA build of torch")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible; "
+            "launch at most one rank per GPU, or use --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:
+    """Make the default process group; a collective that waits longer than `timeout` fails."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("world", launch.store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+
+
+@contextmanager
+def guard(launch: Launch) -> Iterator[None]:
+    """Run the body; on an error print it once for the whole world and end this process with a non-zero code.
+
+    A user's error (MegaliteError) is printed as one message, anything else with its traceback. Leaves the process groups on success.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # DCP's exceptions do not derive from Exception
+        _report(launch, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, ConfigError) else 1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _report(launch: Launch, error: BaseException) -> None:
+    if _is_first_failure(launch.store):
+        where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+        if isinstance(error, MegaliteError):
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+            print(f"error: {where}{error}{notes}", file=sys.stderr)
+        else:
+            text = "".join(traceback.format_exception(error))
+            print(f"{where}{text}" if not where else f"{where}\n{text}", end="", file=sys.stderr)
+    else:
+        print(f"rank {launch.rank}: stopped, because another rank failed first", file=sys.stderr)
+        sys.stderr.flush()
+        time.sleep(_WAIT_FOR_LAUNCHER)
+
+
+def _is_first_failure(store: dist.Store) -> bool:
+    try:
+        return store.add(_FAILURES, 1) == 1
+    except RuntimeError:  # the store is gone with the launcher: say the error rather than hide it
+        return True

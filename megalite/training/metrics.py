@@ -1,0 +1,194 @@
+"""What a run says about itself: one log line per interval from one rank, every step in a JSONL file, TensorBoard if asked.
+
+Decisions
+- Losses stay on the device as local sums; they are reduced and read once per interval, for all of its steps together.
+- Throughput leaves evaluation and saving out: `pause` stops its clock.
+- FLOPs are model FLOPs (`ModelConfig.flops_per_token`, which states its convention); MFU divides by the dense BF16 peak of known GPUs
+  and is left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from megalite import comm
+from megalite.grid import Grid
+from megalite.log import get_logger
+
+__all__ = ["Metrics", "StepRecord", "memory_gib", "peak_flops"]
+
+# Dense BF16 FLOP/s by a part of the device name; the first match counts.
+_PEAK_FLOPS = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.4e12),
+    ("H200", 989.4e12),
+    ("GH200", 989.4e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("4090", 165.2e12),
+    ("V100", 125e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense BF16 FLOP/s of a known GPU, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank: what the allocator held on a GPU, the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step as the loop knows it. loss_sum: this rank's undivided sum; num_tokens: loss-bearing tokens of the global batch."""
+
+    step: int
+    consumed_samples: int
+    loss_sum: Tensor
+    num_tokens: Tensor
+    grad_norm: float
+    lr: float
+
+
+class Metrics:
+    """Collects steps, reports intervals. Every rank takes part (the reduction is collective); rank 0 writes."""
+
+    def __init__(
+        self, grid: Grid, *, train_iters: int, tokens_per_step: int, flops_per_token: float, metrics_file: Path | None, tensorboard_dir: str | None
+    ) -> None:
+        self._grid, self._train_iters, self._tokens_per_step = grid, train_iters, tokens_per_step
+        self._flops_per_token, self._peak = flops_per_token, peak_flops(grid.device)
+        self._records: list[StepRecord] = []
+        self._logger = get_logger()
+        self._is_writer = grid.rank == 0
+        self._file = self._board = None
+        if self._is_writer and metrics_file is not None:
+            metrics_file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = metrics_file.open("a")
+        if self._is_writer and tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # 1 s of import that only this option pays
+
+            self._board = SummaryWriter(tensorboard_dir)
+        self._bar = _Bar(train_iters) if self._is_writer and sys.stderr.isatty() else None
+        self._clock = time.perf_counter()
+
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+        if self._bar is not None:
+            self._bar.move(record.step)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep what happens inside out of the throughput."""
+        begin = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - begin
+
+    def report(self) -> list[float]:
+        """Reduce, write and log the steps since the last report; returns their losses (the same on every rank)."""
+        if not self._records:
+            return []
+        losses = self._losses()
+        now = time.perf_counter()
+        seconds, self._clock = (now - self._clock) / len(self._records), now
+        if self._is_writer:
+            for record, loss in zip(self._records, losses):
+                self._write(record, loss, seconds)
+            self._say(self._records[-1], sum(losses) / len(losses), seconds)
+        self._records = []
+        return losses
+
+    def report_evaluation(self, step: int, loss: float) -> None:
+        """Log a validation loss (per token, over all ranks)."""
+        if self._is_writer:
+            self._line(f"step {step} | validation loss {loss:.4f}")
+            self._record({"step": step, "valid_loss": loss})
+            if self._board is not None:
+                self._board.add_scalar("loss/valid", loss, step)
+
+    def close(self) -> None:
+        for end in (self._file, self._board, self._bar):
+            if end is not None:
+                end.close()
+
+    def _losses(self) -> list[float]:
+        """Token-weighted loss of every pending step. Only last pipeline stages hold a sum, the others 0: adding over pp is exact."""
+        sums = torch.stack([record.loss_sum for record in self._records])
+        tokens = torch.stack([record.num_tokens for record in self._records])
+        total = comm.all_reduce(comm.all_reduce(sums, self._grid.dp), self._grid.pp)
+        return (total / tokens.clamp(min=1)).tolist()
+
+    def _throughput(self, seconds: float) -> dict[str, float]:
+        tokens_per_s = self._tokens_per_step / seconds
+        flops = tokens_per_s * self._flops_per_token / self._grid.world_size
+        values = {"tokens_per_s": tokens_per_s, "tflops_per_rank": flops / 1e12}
+        return values if self._peak is None else {**values, "mfu": flops / self._peak}
+
+    def _write(self, record: StepRecord, loss: float, seconds: float) -> None:
+        values = {"loss": loss, "lr": record.lr, "grad_norm": record.grad_norm, **self._throughput(seconds)}
+        self._record({"step": record.step, "consumed_samples": record.consumed_samples, **values})
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"train/{name}", value, record.step)
+
+    def _record(self, values: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+
+    def _say(self, last: StepRecord, loss: float, seconds: float) -> None:
+        rate = self._throughput(seconds)
+        mfu = f" | MFU {rate['mfu']:.1%}" if "mfu" in rate else ""
+        self._line(
+            f"step {last.step}/{self._train_iters} | loss {loss:.4f} | lr {last.lr:.3e} | grad norm {last.grad_norm:.3f} | "
+            f"{seconds * 1e3:.0f} ms/step | {rate['tokens_per_s']:,.0f} tokens/s | {rate['tflops_per_rank']:.3f} TFLOP/s/rank{mfu} | "
+            f"memory {memory_gib(self._grid.device):.2f} GiB"
+        )
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.print(text)
+        else:
+            self._logger.info(text)
+
+
+class _Bar:
+    """A progress bar on a terminal; log lines scroll above it."""
+
+    def __init__(self, total: int) -> None:
+        self._console = Console(stderr=True)
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, left"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._task = self._progress.add_task("training", total=total)
+        self._progress.start()
+
+    def move(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()

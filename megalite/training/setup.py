@@ -1,0 +1,192 @@
+"""Builds a run from a configuration: grid, stages, data-parallel sharding, optimizer, data, program.
+
+Everything that can be checked is checked before a process group exists (`megalite.validate`, the schedule's proof); what only the data
+can tell (vocabulary, too few tokens) is checked before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megalite import comm
+from megalite.config import RunConfig
+from megalite.data.loader import GlobalBatchLoader
+from megalite.data_parallel import GradientSync, shard_stage
+from megalite.grid import Grid, GridShape
+from megalite.log import configure_logging, get_logger
+from megalite.model import GPTStage, materialize
+from megalite.optim import Optimizer, OptimParameter, collect_parameters, global_names
+from megalite.pipeline.lowering import Program, lower
+from megalite.pipeline.p2p import Edge
+from megalite.pipeline.partition import split_layers
+from megalite.pipeline.runtime import PipelineRuntime
+from megalite.pipeline.schedules import build_schedule, forward_only
+from megalite.pipeline.verify import verify
+from megalite.tensor_parallel import ParallelContext
+from megalite.training.datasets import build_datasets, resolve_vocab_size
+from megalite.training.launch import Launch, choose_device, init_distributed
+from megalite.training.metrics import Metrics
+from megalite.training.state import TrainState
+from megalite.validate import validate
+
+__all__ = ["Run", "build_run"]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything one rank needs to train; `state` is the part that moves."""
+
+    config: RunConfig
+    grid: Grid
+    stages: dict[int, GPTStage]
+    train_program: Program
+    eval_program: Program
+    runtime: PipelineRuntime
+    parameters: list[OptimParameter]
+    parameter_names: list[str]
+    optimizer: Optimizer
+    train_loader: GlobalBatchLoader
+    valid_loader: GlobalBatchLoader | None
+    metrics: Metrics
+    state: TrainState
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.config.global_batch(self.grid.world_size)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank holds the last stage, which knows the loss."""
+        return self.train_program.schedule.num_stages - 1 in self.stages
+
+
+def build_run(config: RunConfig, launch: Launch) -> Run:
+    """Validate, make the process groups, build. Collective. Raises MegaliteError subclasses."""
+    config = resolve_vocab_size(config)
+    validate(config, launch.world_size)
+    train_program, eval_program = build_programs(config, launch.world_size)
+    device = choose_device(config.train.device, launch.local_rank)
+    configure_logging(launch.rank, launch.world_size)
+    timeout = timedelta(minutes=config.train.distributed_timeout_minutes)
+    if not torch.distributed.is_initialized():
+        init_distributed(launch, device, timeout)
+    grid = Grid.build(GridShape(**config.grid_sizes(launch.world_size)), device, timeout)
+    return build_run_on(config, grid, train_program, eval_program)
+
+
+def build_programs(config: RunConfig, world_size: int) -> tuple[Program, Program]:
+    """The training and the evaluation program, both proven. Pure. Raises ScheduleError."""
+    parallel = config.parallel
+    num_ranks, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    num_microbatches = config.num_microbatches(world_size)
+    training = lower(build_schedule(parallel.schedule, num_ranks, num_microbatches, num_chunks))
+    evaluation = lower(forward_only(num_ranks, num_microbatches, num_chunks))
+    for program in (training, evaluation):
+        verify(program)
+    return training, evaluation
+
+
+def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_program: Program) -> Run:
+    """Build on an existing grid (tests and the parity tool keep one world for many runs)."""
+    stages = build_stages(config, grid, train_program)
+    parameters = collect_parameters(stages.values())
+    optimizer = Optimizer(parameters, config.optim)
+    loaders = _build_loaders(config, grid)
+    run = Run(
+        config=config,
+        grid=grid,
+        stages=stages,
+        train_program=train_program,
+        eval_program=eval_program,
+        runtime=PipelineRuntime(stages, grid.pp, _edge(config, grid), GradientSync(stages, config.zero)),
+        parameters=parameters,
+        parameter_names=global_names(parameters, grid),
+        optimizer=optimizer,
+        train_loader=loaders[0],
+        valid_loader=loaders[1],
+        metrics=_build_metrics(config, grid),
+        state=TrainState(),
+    )
+    _describe(run)
+    return run
+
+
+def build_stages(config: RunConfig, grid: Grid, program: Program) -> dict[int, GPTStage]:
+    """This rank's stages, materialised unit by unit and sharded over data parallelism."""
+    schedule = program.schedule
+    specs = split_layers(config.model.num_layers, schedule.num_stages, config.parallel.pipeline_layer_split)
+    context = ParallelContext(tp=grid.tp, sequence_parallel=config.parallel.use_sequence_parallel, device="meta")
+    stages = {}
+    for number in schedule.stages_of(grid.pp.rank):
+        stage = GPTStage(config.model, specs[number], context, num_stages=schedule.num_stages, seed=config.train.seed)
+        shard_stage(
+            stage,
+            stage.units(),
+            grid,
+            zero=config.zero,
+            compute_dtype=compute_dtype(config),
+            materialize=lambda prefix, module: materialize(module, prefix, grid.device, config.train.seed),
+        )
+        stages[number] = stage
+    return stages
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+
+
+def _edge(config: RunConfig, grid: Grid) -> Edge:
+    split = grid.tp.size if config.parallel.use_sequence_parallel else 1
+    shape = (config.data.seq_length // split, config.train.micro_batch_size, config.model.hidden_size)
+    return Edge(shape, compute_dtype(config), grid.device)
+
+
+def _build_loaders(config: RunConfig, grid: Grid) -> tuple[GlobalBatchLoader, GlobalBatchLoader | None]:
+    global_batch_size = config.global_batch(grid.world_size)
+    train, valid = build_datasets(config, global_batch_size, grid)
+    sizes = {
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": global_batch_size,
+        "dp_rank": grid.dp.rank,
+        "dp_size": grid.dp.size,
+    }
+    return GlobalBatchLoader(train, **sizes), None if valid is None else GlobalBatchLoader(valid, **sizes)
+
+
+def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:
+    output, sequence = config.output, config.data.seq_length
+    file = output.metrics_file or (str(Path(output.save) / "metrics.jsonl") if output.save else None)
+    return Metrics(
+        grid,
+        train_iters=config.train.train_iters,
+        tokens_per_step=config.global_batch(grid.world_size) * sequence,
+        flops_per_token=config.model.flops_per_token(sequence),
+        metrics_file=Path(file) if file else None,
+        tensorboard_dir=output.tensorboard_dir,
+    )
+
+
+def _describe(run: Run) -> None:
+    """Log what was built, and check that no layer was lost: the stages' parameters add up to the model's."""
+    config, shape = run.config, run.grid.shape
+    mine = sum(_true_size(parameter) for parameter in run.parameters if not parameter.is_copy)
+    total = int(comm.all_reduce(torch.tensor(mine, device=run.grid.device), run.grid.pp).item())
+    expected = config.model.num_parameters()
+    assert total == expected, f"the stages hold {total} parameters, the model has {expected}"
+    schedule = run.train_program.schedule
+    get_logger().info(
+        f"{total:,} parameters | {run.grid.world_size} ranks = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
+        f"{schedule.name}, {schedule.num_microbatches} micro-batches of {config.train.micro_batch_size} x {config.data.seq_length} | "
+        f"{config.train.precision} on {run.grid.device.type}"
+    )
+
+
+def _true_size(parameter: OptimParameter) -> int:
+    """Elements of the logical parameter without the rows that pad the vocabulary."""
+    shape, valid_rows = parameter.parameter.shape, parameter.info.valid_rows
+    padding = 0 if valid_rows is None else (shape[0] - valid_rows) * shape[1:].numel()
+    return shape.numel() - padding

@@ -1,0 +1,26 @@
+"""Train a GPT or Llama style language model.
+
+    python pretrain_gpt.py --mock-data --vocab-size 512                      one rank
+    torchrun --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --config run.toml   four ranks
+    python pretrain_gpt.py --help                                            every setting
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    from megalite.cli import parse_and_validate  # settings are read and checked before torch is imported
+
+    config = parse_and_validate(sys.argv[1:], prog="pretrain_gpt.py", description=__doc__ or "")
+    from megalite.training import Launch, guard, run_training
+
+    launch = Launch.from_environment()
+    with guard(launch):
+        run_training(config, launch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Builds the C++ index builder; everything else about the package stands in pyproject.toml.
+
+Decisions:
+- The extension is optional: without a working compiler the package still installs, and says so, because data
+  preparation has a numpy implementation of the same functions.
+- `-UNDEBUG`: Python's own build flags switch `assert` off, and with it the consistency checks of the C++ code.
+- The C++ standard is fixed here: probing for it needs a compiler before setuptools can forgive its absence.
+"""
+
+import sys
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+NOT_BUILT = (
+    "\n*** megalite._index_builder was NOT built ({reason}).\n"
+    "*** megalite works without it; building the index of a large data set will be slower.\n"
+    "*** To get it: install a C++17 compiler (g++ or clang++), then run pip install again.\n"
+)
+
+
+class OptionalBuildExt(build_ext):
+    """Says in one visible paragraph that the extension is missing, then lets the installation go on."""
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            # compilers fail with exceptions of many unrelated classes; setuptools forgives them where `optional` is set
+            print(NOT_BUILT.format(reason=error), file=sys.stderr, flush=True)
+            raise
+
+
+setup(
+    cmdclass={"build_ext": OptionalBuildExt},
+    ext_modules=[
+        Pybind11Extension(
+            "megalite._index_builder",
+            ["csrc/index_builder.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-UNDEBUG"],
+            optional=True,
+        )
+    ],
+)

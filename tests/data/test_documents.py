@@ -1,0 +1,138 @@
+"""Readers: where records end, what compressed and damaged files give, and how chunks are cut."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.data.documents import Chunk, _split, find_sources, parse_separator, read_chunks
+from megalite.errors import ConfigError, DataError
+
+BOM = b"\xef\xbb\xbf"
+
+
+def read(*inputs: str | Path, separator: bytes | None = None, chunk_bytes: int = 10, stdin: bytes = b"") -> list[Chunk]:
+    sources = find_sources([str(name) for name in inputs])
+    return list(read_chunks(sources, separator, chunk_bytes, io.BytesIO(stdin)))
+
+
+def records(*inputs: str | Path, **options) -> list[bytes]:
+    return [record for chunk in read(*inputs, **options) for record in chunk.records]
+
+
+@given(st.lists(st.binary(max_size=6)), st.sampled_from([b"\n", b"ab", b"aab"]))
+def test_split_equals_split_of_the_whole(blocks: list[bytes], separator: bytes) -> None:
+    expected = b"".join(blocks).split(separator)
+    if not expected[-1]:
+        expected.pop()
+    assert list(_split(blocks, separator)) == expected
+    whole = b"".join(blocks)
+    assert list(_split(blocks, None)) == ([whole] if whole else [])
+
+
+def test_records_end_at_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ["one\u2028two\x85three\x0b", "", "four\r", "five"]
+    path.write_bytes(BOM + "\n".join(lines).encode())
+    assert records(path) == [line.encode() for line in lines]
+    path.write_bytes(b"x\n\n")
+    assert records(path) == [b"x", b""]
+    path.write_bytes(BOM)
+    assert records(path) == []
+
+
+def test_chunks_keep_order_and_line_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"".join(b"%d\n" % number for number in range(1, 500)))
+    chunks = read(path, chunk_bytes=7)
+    assert len(chunks) > 100
+    assert [chunk.where(i) for chunk in chunks for i in range(len(chunk.records))] == [
+        f"{path}:{number}" for number in range(1, 500)
+    ]
+    assert all(chunk.records[0] == b"%d" % chunk.first for chunk in chunks)
+
+
+def test_text_files_are_one_document_or_cut_at_separators(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(BOM + b"one\r\n\n\n\ntwo\n\nthree\n")
+    assert records(path) == [b"one\r\n\n\n\ntwo\n\nthree\n"]
+    assert records(path, separator=b"\n\n") == [b"one\r", b"", b"two", b"three\n"]
+    assert [chunk.where(0) for chunk in read(path, separator=b"\n\n", chunk_bytes=1)][-1] == f"{path}: document 4"
+    path.write_bytes(b"")
+    assert records(path) == []
+
+
+@pytest.mark.parametrize("inner", [".jsonl", ".json", ".txt"])
+def test_compressed_files(tmp_path: Path, inner: str) -> None:
+    content = b"".join(b"%d\n" % number for number in range(200_000))
+    whole = tmp_path / f"plain{inner}"
+    whole.write_bytes(content)
+    half = len(content) // 2
+    packed = tmp_path / f"two_members{inner}.gz"
+    packed.write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))
+    frames = tmp_path / f"two_frames{inner}.zst"
+    frames.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]))
+    expected = records(whole)
+    assert records(packed) == expected
+    assert records(frames) == expected
+
+
+def test_damaged_compressed_files(tmp_path: Path) -> None:
+    content = b"some text to compress\n" * 5000
+    for suffix, packed in ((".gz", gzip.compress(content)), (".zst", zstandard.compress(content))):
+        path = tmp_path / f"a.jsonl{suffix}"
+        for damaged in (packed[:-4], packed[: len(packed) // 2], b"plain text", packed + b"trailing junk"):
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match=rf"a\.jsonl\{suffix}: damaged"):
+                records(path)
+
+
+def test_globs_are_sorted_and_inputs_keep_their_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "deep/d.jsonl", "odd[1].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    assert records(tmp_path / "c.txt", tmp_path / "[ab].jsonl") == [b"c.txt", b"a.jsonl", b"b.jsonl"]
+    assert b"deep/d.jsonl" in records(tmp_path / "**" / "*.jsonl")
+    assert records(tmp_path / "odd[1].jsonl") == [b"odd[1].jsonl"]  # a file of that name is no glob
+    with pytest.raises(DataError, match="no file matches"):
+        records(tmp_path / "x*.jsonl")
+
+
+def test_standard_input() -> None:
+    assert records("-", stdin=BOM + b"one\ntwo") == [b"one", b"two"]
+    with pytest.raises(ConfigError, match="given twice"):
+        find_sources(["-", "-"])
+    with pytest.raises(DataError, match="no standard input"):
+        list(read_chunks(find_sources(["-"]), None, 10, None))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a", "a.gz", "a.jsonl.bz2", "a.JSONL", "a.zst"])
+def test_unknown_suffix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=r"must end in .jsonl, .json, .txt"):
+        find_sources([str(tmp_path / name)])
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no\.jsonl does not exist"):
+        find_sources([str(tmp_path / "no.jsonl")])
+    with pytest.raises(DataError, match="is a folder"):
+        find_sources([str(tmp_path)])
+    with pytest.raises(ConfigError, match="no input"):
+        find_sources([])
+
+
+def test_separator_escapes() -> None:
+    assert parse_separator(r"\n\f\t\r\\é") == "\n\f\t\r\\é".encode()
+    assert parse_separator(r"\\n") == b"\\n"
+    for wrong in (r"a\q", "a\\"):
+        with pytest.raises(ConfigError, match="is no escape"):
+            parse_separator(wrong)
+    with pytest.raises(ConfigError, match="is empty"):
+        parse_separator("")
