@@ -1,8 +1,8 @@
 """From the command line to a `RunConfig`: defaults < preset < --config file < flags.
 
 Decisions
-- One flag per field, without sections, in Megatron's spelling; other spellings go through `aliases.ALIASES`, the table that
-  TOML keys go through as well. Abbreviations are not flags.
+- One flag per field, without sections, in Megatron's spelling; other spellings go through `aliases.ALIASES`, the table
+  that TOML keys go through as well. Abbreviations are not flags.
 - Names are settled here, all wrong ones in one message; values are parsed, and the help is written, by tyro.
 - A flag that is repeated in the same spelling counts the last time, so that a script can end in "$@". Two spellings of
   one setting are an error.
@@ -15,12 +15,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin
 
 from megalite.aliases import ALIASES, UNSUPPORTED, Alias, resolve_alias
-from megalite.cli_help import parse_values
+from megalite.cli_help import parse_values, show_help
 from megalite.config import RunConfig
 from megalite.config_io import assign, field_types, implied_violations, read_sections, read_toml, suggest
 from megalite.errors import ConfigError
@@ -53,7 +54,7 @@ def parse_and_validate(argv: Sequence[str], prog: str, description: str) -> RunC
 def read_run_config(argv: Sequence[str], prog: str, description: str) -> RunConfig:
     """As `parse_run_config`, but raises ConfigError for wrong names; wrong values and --help still exit."""
     if any(token in ("-h", "--help") for token in argv):
-        parse_values(["--help"], RunConfig(), prog, description, speaks=True)
+        show_help(prog, description)
     flags = _Flags.read(argv, field_types(RunConfig))
     base = _base(flags.single("preset"), flags.single(CONFIG))
     parsed = parse_values(flags.canonical(), base, prog, description, speaks=_speaks())
@@ -102,11 +103,10 @@ class _Flags:
         """Raises ConfigError listing every token that has no meaning."""
         flags = cls({name: kind for name, (_, kind) in types.items()} | {CONFIG: str | None})
         problems: list[str] = []
-        stray = next((index for index, token in enumerate(argv) if token.startswith("--")), len(argv))
-        if stray:
-            problems.append(f"unexpected argument {argv[0]!r}: settings are written --name value")
         starts = [index for index, token in enumerate(argv) if token.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(argv)], strict=True):
+        if argv and 0 not in starts:
+            problems.append(f"unexpected argument {argv[0]!r}: settings are written --name value")
+        for start, end in pairwise([*starts, len(argv)]):
             token, *inline = argv[start].split("=", 1)
             try:
                 flags.add(token, inline + list(argv[start + 1 : end]))
@@ -119,23 +119,23 @@ class _Flags:
     def add(self, token: str, texts: list[str]) -> None:
         """One flag as written and the texts after it. Raises ConfigError."""
         key = token.removeprefix("--").replace("-", "_")
-        positive = key not in self.types and key.startswith("no_") and self._is_switch(key[3:])
-        key, switched = (key[3:], False) if positive else (key, True)
+        negated = key not in self.types and key.startswith("no_") and self._is_switch(key[3:])
+        key, switched = (key[3:], False) if negated else (key, True)
         if key in UNSUPPORTED:
             raise ConfigError(f"{token} is not a setting of megalite: {UNSUPPORTED[key]}")
         if key not in self.types and key not in ALIASES:
             raise ConfigError(f"unknown flag {token}{self._suggest(token)}")
-        name, value = key, self._value(token, key, switched, texts)
+        name, spelling, value = key, key, self._value(token, key, switched, texts)
         if key in ALIASES:
             alias = ALIASES[key]
             if alias.implied:
                 self.implied[token] = alias.setting
                 return
             name, value = _through_table(key, value, token)
-        earlier = self.spelled.get(name)
-        if earlier is not None and earlier.removeprefix("--no-") != token.removeprefix("--no-") != earlier[2:]:
-            raise ConfigError(f"{earlier} and {token} are the same setting: keep one of them")
-        self.spelled[name], self.values[name] = token, value
+        earlier = self.spelled.get(name, spelling)
+        if earlier != spelling:
+            raise ConfigError(f"{_dashed(earlier)} and {_dashed(spelling)} are the same setting: keep one of them")
+        self.spelled[name], self.values[name] = spelling, value
 
     def single(self, name: str) -> str | None:
         """The text of a setting that is needed before the others are parsed."""
@@ -146,11 +146,10 @@ class _Flags:
         """The command line with every setting under its field's name."""
         tokens: list[str] = []
         for name, value in self.values.items():
-            dashed = name.replace("_", "-")
             if isinstance(value, bool):
-                tokens.append(f"--{dashed}" if value else f"--no-{dashed}")
+                tokens.append(_dashed(name if value else f"no_{name}"))
             else:
-                tokens += [f"--{dashed}", *value]
+                tokens += [_dashed(name), *value]
         return tokens
 
     def _is_switch(self, key: str) -> bool:
@@ -171,9 +170,13 @@ class _Flags:
         return texts
 
     def _suggest(self, token: str) -> str:
-        known = [name for name in [*self.types, *ALIASES]]
+        known = [*self.types, *ALIASES]
         known += [f"no_{name}" for name in known if self._is_switch(name)]
-        return suggest(token, [f"--{name.replace('_', '-')}" for name in known])
+        return suggest(token, [_dashed(name) for name in known])
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _through_table(key: str, value: list[str] | bool, token: str) -> tuple[str, list[str] | bool]:
@@ -208,5 +211,5 @@ def _speaks() -> bool:
 
 def _exit(prog: str, error: ConfigError) -> NoReturn:
     if _speaks():
-        print(f"{prog}: {error}\n({prog} --help lists all settings)", file=sys.stderr)
+        sys.stderr.write(f"{prog}: {error}\n({prog} --help lists all settings)\n")
     raise SystemExit(2)

@@ -1,8 +1,8 @@
 """The part of the command line that tyro does: parse values by the fields' types, and write the help.
 
 Decisions
-- The flags are the fields of the configuration, the help is the sentence under each field, and the defaults that it shows
-  are those of `base`. Other spellings of a flag are listed with it.
+- The flags are the fields of the configuration, the help is the sentence under each field, and the defaults that it
+  shows are those of `base`. Other spellings of a flag are listed with it.
 - tyro is imported late: configuration and validation work without it.
 """
 
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 from megalite.aliases import ALIASES
 from megalite.config import RunConfig
+from megalite.presets import PRESETS
 
-__all__ = ["field_sentences", "parse_values"]
+__all__ = ["field_sentences", "parse_values", "show_help"]
 
 
 def parse_values(
@@ -53,6 +56,16 @@ def parse_values(
     return values
 
 
+def show_help(prog: str, description: str) -> NoReturn:
+    """Print all settings and exit with 0, also when a pager closes the pipe before the end."""
+    try:
+        parse_values(["--help"], RunConfig(), prog, description, speaks=True)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more
+    raise SystemExit(0)
+
+
 def field_sentences(config: type) -> dict[str, str]:
     """The docstring under each field of a dataclass."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
@@ -66,7 +79,7 @@ def field_sentences(config: type) -> dict[str, str]:
 
 
 def _flag_fields(base: Any) -> list[tuple[str, Any, Any]]:
-    """(name, annotated type, default) for make_dataclass; a section becomes a dataclass of its own, and a group of the help."""
+    """(name, annotated type, default) for make_dataclass; a section becomes a dataclass and so a group of the help."""
     import tyro
 
     sentences, hints = field_sentences(type(base)), get_type_hints(type(base))
@@ -81,9 +94,8 @@ def _flag_fields(base: Any) -> list[tuple[str, Any, Any]]:
         if bool in get_args(kind) and NoneType in get_args(kind):
             # only the two switches; "not set" is what leaving out both means
             kind, value = bool, bool(value)
-        argument = tyro.conf.arg(
-            help=sentences[entry.name] + _other_spellings(entry.name), help_behavior_hint=hint, metavar=None
-        )
+        text = sentences[entry.name] + (f" One of {', '.join(PRESETS)}." if entry.name == "preset" else "")
+        argument = tyro.conf.arg(help=text + _other_spellings(entry.name), help_behavior_hint=hint)
         entries.append((entry.name, Annotated[kind, argument], field(default=value)))
     return entries
 
@@ -97,8 +109,8 @@ def _other_spellings(name: str) -> str:
             continue
         if not alias.is_switch and alias.values:
             spellings.append(f"{flag} {{{','.join(str(key) for key in alias.values)}}}")
-        elif alias.is_switch and not isinstance(alias.values[True], bool):
-            spellings.append(f"{flag} ({alias.values[True]})")
+        elif alias.is_switch:
+            spellings.append(f"{flag} ({'off' if alias.values[True] is False else alias.values[True]})")
         else:
             spellings.append(flag)
     return f" Also {', '.join(spellings)}." if spellings else ""

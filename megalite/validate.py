@@ -101,7 +101,7 @@ def _tensor_violations(config: RunConfig) -> list[str]:
     heads, groups, ffn = model.num_attention_heads, model.num_kv_heads, model.ffn_size
     if heads % tp:
         found.append(_not_divisible("num_attention_heads", heads, tp))
-    if groups % tp and tp % groups:
+    if model.num_query_groups is not None and groups % tp and tp % groups:
         sizes = sorted(size for size in range(1, heads + 1) if groups % size == 0 or size % groups == 0)
         usable = [size for size in sizes if heads % size == 0]
         found.append(

@@ -16,13 +16,11 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 PURE_PIPELINE_FILES = ("partition", "schedules", "lowering", "verify", "simulate")
+CONFIGURATION_FILES = ("config", "config_io", "config_model", "presets", "validate", "validate_training")
+COMMAND_LINE_FILES = ("cli", "cli_help", "aliases")
 LEVELS = {
     "megalite.errors": 0,
-    "megalite.config": 0,
-    "megalite.config_io": 0,
-    "megalite.config_model": 0,
-    "megalite.cli": 0,
-    "megalite.aliases": 0,
+    **{f"megalite.{name}": 0 for name in (*CONFIGURATION_FILES, *COMMAND_LINE_FILES)},
     **{f"megalite.pipeline.{name}": 0 for name in PURE_PIPELINE_FILES},
     "megalite._index_builder": 0,
     "megalite.grid": 1,

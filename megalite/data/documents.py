@@ -163,7 +163,8 @@ def _read_blocks(source: Source, stdin: BinaryIO | None) -> Iterator[bytes]:
 
 
 def _file_blocks(file) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
+    # One system call at a time: a pipe's data arrive as they come, and Ctrl-C is noticed between two of them.
+    while block := file.read1(_BLOCK_BYTES):
         yield block
 
 

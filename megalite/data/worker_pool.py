@@ -14,9 +14,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TypeVar
 
 from megalite.errors import DataError
@@ -42,7 +43,8 @@ def map_in_order(
     finished = False
     try:
         for item in items:
-            pending.append(executor.submit(function, item))
+            with _signals_deferred():  # the first call starts all processes; none may be half started and forgotten
+                pending.append(executor.submit(function, item))
             if len(pending) >= _IN_FLIGHT_PER_WORKER * num_workers:
                 yield pending.popleft().result()
         while pending:
@@ -54,12 +56,33 @@ def map_in_order(
             "use fewer workers, or cut very long documents"
         ) from None
     finally:
-        # The executor keeps its processes to itself until Python 3.14 (kill_workers), and forgets them in shutdown.
-        processes = list((executor._processes or {}).values())
-        if not finished:
-            for process in processes:
-                process.kill()
-        executor.shutdown(wait=True, cancel_futures=True)
+        with _signals_deferred():
+            # The executor keeps its processes to itself until Python 3.14 (kill_workers), and forgets them in shutdown.
+            processes = list((executor._processes or {}).values())
+            if not finished:
+                for process in processes:
+                    process.kill()
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM take effect only at the end of the block; only the main thread ever sees them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not None}  # None: not Python's
+    for number in handlers:
+        signal.signal(number, lambda number, _frame: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def _start_worker(setup: Callable[[], None]) -> None:

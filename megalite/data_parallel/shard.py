@@ -10,7 +10,7 @@ Per unit and step with M micro-batches, "cut" meaning: each dp_shard rank has a 
     3 optim_grads_params  cut                   cut        for one forward or    2 M all-gathers, M reduce-scatters
                                                            backward at a time
     With dp_replicate > 1, strategies 1 to 3 work inside dp_shard, and 1 all-reduce at the last backward sums the slices
-    over dp_replicate. Strategy 3 may gather once more: a prefetch in the first unit's backward can miss.
+    over dp_replicate.
 
 Decisions
 - Gradients are summed, never averaged: the loss has been divided by the global number of tokens already. A divide
@@ -74,6 +74,7 @@ def shard_stage(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if wrapped:
+        _prefetch_in_backward(stage, [unit for _, unit in units])
         stage.register_forward_hook(_drop_after_evaluation)
 
 
@@ -81,6 +82,18 @@ def _mesh(grid: Grid) -> DeviceMesh:
     if grid.dp_replicate.size == 1:
         return grid.mesh["dp_shard"]
     return grid.mesh["dp_replicate", "dp_shard"]
+
+
+def _prefetch_in_backward(stage: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Before its backward each unit has the one that comes next gathered; the first names itself, which does nothing.
+
+    Left alone, FSDP2 takes the unit whose forward ran just before. With several micro-batches that is, for the first
+    unit, the last one of another micro-batch: a gather of the head that nobody uses.
+    """
+    for target, unit in zip([*units[:1], *units], [*units, stage], strict=False):
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(target, FSDPModule)
+        unit.set_modules_to_backward_prefetch([target])
 
 
 def sharded_modules(stage: nn.Module) -> list[FSDPModule]:

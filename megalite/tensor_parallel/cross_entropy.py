@@ -99,10 +99,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         ctx.dtype = logits.dtype
         ctx.save_for_backward(buffer, total, column, is_own)
-        loss = total.log() - target_logit
-        if targets.device.type != "cpu":
-            loss.masked_fill_((targets < 0) | (targets >= vocab_size), float("nan"))
-        return loss
+        loss = total.log().sub_(target_logit)
+        return loss.masked_fill_((targets < 0) | (targets >= vocab_size), float("nan"))
 
     @staticmethod
     @once_differentiable

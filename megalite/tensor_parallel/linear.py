@@ -88,7 +88,7 @@ class _ColumnParallel(torch.autograd.Function):
             dx = _input_gradient(dys, weights)
             reducing = comm.start_reduce_scatter(dx, tp) if sequence_parallel else comm.start_all_reduce_(dx, tp)
 
-        whole = x if gathering is None else gathering.wait()
+        whole: Any = x if gathering is None else gathering.wait()
         dws = [_weight_gradient(dy, whole) if needs else None for dy, needs in zip(dys, needs_dw, strict=True)]
         dbs = [_bias_gradient(dy) if needs else None for dy, needs in zip(dys, needs_db, strict=True)]
         return None if reducing is None else reducing.wait(), None, None, *dws, *dbs
@@ -128,7 +128,7 @@ def _input_gradient(dys: Sequence[Tensor | None], weights: Sequence[Tensor]) -> 
     return total.view(*shape, total.shape[-1])
 
 
-def _weight_gradient(dy: Tensor | None, x: Any) -> Tensor | None:
+def _weight_gradient(dy: Tensor | None, x: Tensor) -> Tensor | None:
     """dy.T @ x over all positions: [S, B, O] and [S, B, I] -> [O, I]."""
     return None if dy is None else torch.mm(_rows(dy).t(), _rows(x))
 

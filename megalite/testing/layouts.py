@@ -65,7 +65,9 @@ def factorisations(num_ranks: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def layouts(num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool, ...] = (False, True)) -> Iterator[Layout]:
+def layouts(
+    num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool, ...] = (False, True)
+) -> Iterator[Layout]:
     """Every layout of `num_ranks` ranks over zero, schedule, sequence parallelism and tying (where they make a difference)."""
     for is_tied in tied:
         for tp, pp, dp in factorisations(num_ranks):
@@ -73,5 +75,11 @@ def layouts(num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool
                 for schedule in ("gpipe", "1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",):
                     for sequence_parallel in (False, True) if tp > 1 else (False,):
                         yield Layout(
-                            tp=tp, pp=pp, dp=dp, zero=zero, schedule=schedule, sequence_parallel=sequence_parallel, tied=is_tied
+                            tp=tp,
+                            pp=pp,
+                            dp=dp,
+                            zero=zero,
+                            schedule=schedule,
+                            sequence_parallel=sequence_parallel,
+                            tied=is_tied,
                         )

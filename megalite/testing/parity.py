@@ -30,7 +30,16 @@ from megalite.training.loop import train_step
 from megalite.training.setup import Run, build_programs, build_run_on
 from megalite.validate import violations
 
-__all__ = ["Difference", "Tolerance", "TrainedCase", "bitwise_differences", "compare", "problems", "tiny_config", "train_case"]
+__all__ = [
+    "Difference",
+    "Tolerance",
+    "TrainedCase",
+    "bitwise_differences",
+    "compare",
+    "problems",
+    "tiny_config",
+    "train_case",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +104,9 @@ def problems(config: RunConfig, layout: Layout) -> list[str]:
     return violations(layout.apply(config), layout.world_size)
 
 
-def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60) -> TrainedCase | None:
+def train_case(
+    config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60
+) -> TrainedCase | None:
     """Train `train_iters` steps in the world that exists. Collective; rank 0 returns the result, the others None."""
     config = replace(layout.apply(config).resolve(), train=replace(config.train, log_interval=config.train.train_iters))
     world_size = dist.get_world_size()

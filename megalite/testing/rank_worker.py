@@ -157,7 +157,7 @@ def _join_world(job: Job) -> None:
 
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(job.rendezvous, job.world_size),
+        init_method=f"file://{job.rendezvous}",
         rank=job.rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout + 60),

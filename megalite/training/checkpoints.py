@@ -6,13 +6,12 @@ embedding goes by the embedding's name. Nothing else is needed: learning rate, d
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite import comm
+from megalite import __version__, comm
 from megalite.checkpoint import Manifest, load_tensors, newest_checkpoint, read_manifest, save_checkpoint
 from megalite.checkpoint.store import describe
 from megalite.errors import CheckpointError
@@ -38,7 +37,7 @@ def save_run(run: Run) -> Path:
         config=run.config.to_dict(),
         tensors=everything,
         layout=dict(zip(AXES, run.grid.shape.sizes)),
-        versions={"torch": torch.__version__, "megalite": version("megalite")},
+        versions={"torch": torch.__version__, "megalite": __version__},
     )
     path = save_checkpoint(Path(run.config.output.save), tensors, manifest, run.grid.world)
     get_logger().info(f"saved {path}")

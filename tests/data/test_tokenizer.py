@@ -81,7 +81,7 @@ def test_chars_from_a_text(tmp_path: Path) -> None:
 def test_damaged_character_lists(tmp_path: Path, content: str) -> None:
     path = tmp_path / "chars.json"
     path.write_text(content)
-    with pytest.raises(DataError, match="chars.json"):
+    with pytest.raises(DataError, match=r"chars\.json"):
         build_tokenizer("chars", path)
 
 
@@ -183,7 +183,9 @@ def test_hf_settings_of_the_file_do_not_cut_text(tmp_path: Path) -> None:
     backend.enable_padding(length=50)
     backend.save(str(folder / "tokenizer.json"))
     text = "The quick brown fox"
-    assert build_tokenizer("hf", folder).encode_batch([text, "a"]) == build_tokenizer("hf", HF).encode_batch([text, "a"])
+    assert build_tokenizer("hf", folder).encode_batch([text, "a"]) == build_tokenizer("hf", HF).encode_batch(
+        [text, "a"]
+    )
 
 
 def test_hf_size_counts_added_tokens(tmp_path: Path) -> None:
@@ -269,11 +271,11 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
     junk = tmp_path / "junk.json"
     junk.write_text("no tokenizer")
     for kind in ("chars", "sentencepiece", "hf"):
-        with pytest.raises(DataError, match="junk.json is no"):
+        with pytest.raises(DataError, match=r"junk\.json is no"):
             build_tokenizer(kind, junk)
         with pytest.raises(DataError, match="does not exist"):
             build_tokenizer(kind, tmp_path / "missing")
-    with pytest.raises(DataError, match="neither tokenizer.json nor"):
+    with pytest.raises(DataError, match=r"neither tokenizer\.json nor"):
         build_tokenizer("hf", tmp_path)
 
 

@@ -1,7 +1,7 @@
 """A small model made of stages, and a step over it, for tests of data parallelism and the optimizer.
 
-It has what is hard for them: parameters cut over tp along both dimensions, a replicated one whose gradient is a part, one that has
-fewer rows than there are dp ranks, a tied embedding on one stage or two.
+It has what is hard for them: parameters cut over tp along both dimensions, a replicated one whose gradient is a part,
+one that has fewer rows than there are dp ranks, a tied embedding on one stage or two.
 
 Letters: S sequence, B micro-batch, H hidden, F ffn, V vocab.
 """
@@ -21,15 +21,25 @@ from megalite.grid import Axis, Grid, GridShape
 from megalite.optim import OptimParameter, collect_parameters
 from megalite.tensor_parallel.init import init_parameter_
 from megalite.tensor_parallel.mappings import copy_to_tp, reduce_from_tp
-from megalite.tensor_parallel.parameter import ParameterInfo, Role, add_parameter, logical_name, named_parameter_info, to_local
+from megalite.tensor_parallel.parameter import (
+    ParameterInfo,
+    Role,
+    add_parameter,
+    logical_name,
+    named_parameter_info,
+    to_local,
+)
 
 S, B, H, FFN, V, ROWS = 5, 2, 6, 20, 11, 13
 NUM_LAYERS, SEED = 3, 7
 TIED = "embedding.weight"
 
 
-def _add(module: nn.Module, name: str, shape: Sequence[int], tp: Axis, role: Role, dim: int | None = None, **info: object) -> None:
-    record = ParameterInfo(role=role, init="normal", std=0.3, **info)  # type: ignore[arg-type]
+def _add(
+    module: nn.Module, name: str, shape: Sequence[int], tp: Axis, role: Role, dim: int | None = None, **info: object
+) -> None:
+    values = {"init": "normal", "std": 0.3} if len(shape) == 2 else {"init": "ones"}
+    record = ParameterInfo(role=role, **values, **info)  # type: ignore[arg-type]
     add_parameter(module, name, shape, tp=tp, shard_dim=dim, info=record, device="meta")
 
 
@@ -102,8 +112,8 @@ class ToyStage(nn.Module):
         units = [(f"layers.{name}", block) for name, block in self.layers.items()]
         if self.tied_here:
             return units
-        ends = [(name, getattr(self, name)) for name in ("embedding", "head") if getattr(self, name) is not None]
-        return units + ends
+        first = [("embedding", self.embedding)] if self.embedding is not None else []
+        return first + units + ([("head", self.head)] if self.head is not None else [])
 
 
 def materialize(prefix: str, module: nn.Module) -> None:

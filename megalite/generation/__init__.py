@@ -1,0 +1,5 @@
+"""Generation: what a model on one rank says next."""
+
+from megalite.generation.sample import generate
+
+__all__ = ["generate"]
