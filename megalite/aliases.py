@@ -50,9 +50,7 @@ ALIASES: Mapping[str, Alias] = {
     "model": Alias("preset"),
     "bias": Alias("add_bias_linear"),
     "tie": Alias("untie_embeddings_and_output_weights", {True: False, False: True}),
-    "zero": Alias(
-        "data_parallel_sharding_strategy", {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
-    ),
+    "zero": Alias("data_parallel_sharding_strategy", {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}),
     # Megatron's form
     "swiglu": Alias("activation", {True: "swiglu"}),
     "squared_relu": Alias("activation", {True: "relu_squared"}),

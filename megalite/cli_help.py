@@ -25,9 +25,7 @@ from megalite.presets import PRESETS
 __all__ = ["field_sentences", "parse_values", "show_help"]
 
 
-def parse_values(
-    tokens: Sequence[str], base: RunConfig, prog: str, description: str, *, speaks: bool
-) -> dict[str, Any]:
+def parse_values(tokens: Sequence[str], base: RunConfig, prog: str, description: str, *, speaks: bool) -> dict[str, Any]:
     """Every setting's value after the flags in `tokens` (canonical names only); `base` where there is no flag.
 
     Exits with code 2 and a message (if `speaks`) on a value of the wrong type, and with 0 after --help.

@@ -86,9 +86,7 @@ def _named(axis: Axis, op: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommError(
-            f"{op} over axis {axis.name} (ranks {_short(axis.ranks)}) failed during {axis.progress.doing}: {error}"
-        ) from error
+        raise CommError(f"{op} over axis {axis.name} (ranks {_short(axis.ranks)}) failed during {axis.progress.doing}: {error}") from error
 
 
 def _short(ranks: Sequence[int]) -> str:

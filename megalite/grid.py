@@ -40,7 +40,7 @@ class GridShape:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        bad = [f"{name} is {size}; an axis has at least 1 rank" for name, size in zip(AXES, self.sizes) if size < 1]
+        bad = [f"{name} is {size}; an axis has at least 1 rank" for name, size in zip(AXES, self.sizes, strict=True) if size < 1]
         if bad:
             raise ConfigError(bad)
 
@@ -59,7 +59,7 @@ class GridShape:
     def coords_of(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis."""
         coords = {}
-        for name, size in reversed(list(zip(AXES, self.sizes))):
+        for name, size in reversed(list(zip(AXES, self.sizes, strict=True))):
             rank, coords[name] = divmod(rank, size)
         assert rank == 0, "rank is outside the grid"
         return {name: coords[name] for name in AXES}
@@ -67,7 +67,7 @@ class GridShape:
     def rank_of(self, **coords: int) -> int:
         """Rank at the given position; axes that are left out are at 0."""
         rank = 0
-        for name, size in zip(AXES, self.sizes):
+        for name, size in zip(AXES, self.sizes, strict=True):
             rank = rank * size + coords.get(name, 0)
         return rank
 
@@ -76,10 +76,10 @@ class GridShape:
         fixed = [name for name in AXES if name not in axes]
         lines = []
         for outer in product(*(range(getattr(self, name)) for name in fixed)):
-            place = dict(zip(fixed, outer))
+            place = dict(zip(fixed, outer, strict=True))
             inner = product(*(range(getattr(self, name)) for name in AXES if name in axes))
             moving = [name for name in AXES if name in axes]
-            lines.append([self.rank_of(**place, **dict(zip(moving, step))) for step in inner])
+            lines.append([self.rank_of(**place, **dict(zip(moving, step, strict=True))) for step in inner])
         return lines
 
     def line_of(self, rank: int, *axes: str) -> list[int]:
@@ -87,7 +87,7 @@ class GridShape:
         place = self.coords_of(rank)
         moving = [name for name in AXES if name in axes]
         steps = product(*(range(getattr(self, name)) for name in moving))
-        return [self.rank_of(**{**place, **dict(zip(moving, step))}) for step in steps]
+        return [self.rank_of(**{**place, **dict(zip(moving, step, strict=True))}) for step in steps]
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Grid:
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if shape.world_size != world_size:
-            sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape.sizes))
+            sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape.sizes, strict=True))
             raise ConfigError(f"the layout {sizes} needs {shape.world_size} ranks, but {world_size} were launched")
         device, progress = torch.device(device), Progress()
         ranks = {name: shape.line_of(rank, name) for name in AXES}
@@ -193,9 +193,7 @@ def _line_group(line: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
     return group
 
 
-def _first_equal(
-    line: Sequence[int], ranks: dict[str, list[int]], groups: dict[str, dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
+def _first_equal(line: Sequence[int], ranks: dict[str, list[int]], groups: dict[str, dist.ProcessGroup]) -> dist.ProcessGroup | None:
     return next((groups[name] for name in AXES if ranks[name] == list(line)), None)
 
 

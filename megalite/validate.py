@@ -61,14 +61,10 @@ def _model_violations(model: ModelConfig) -> list[str]:
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_kv_heads
     if model.kv_channels is None and hidden % heads:
         found.append(
-            f"hidden_size {hidden} is not divisible by num_attention_heads {heads}: use {_divisors_text(hidden)} "
-            "heads, or set kv_channels"
+            f"hidden_size {hidden} is not divisible by num_attention_heads {heads}: use {_divisors_text(hidden)} heads, or set kv_channels"
         )
     if heads % groups:
-        found.append(
-            f"num_attention_heads {heads} is not divisible by num_query_groups {groups}: "
-            f"use {_divisors_text(heads)} groups"
-        )
+        found.append(f"num_attention_heads {heads} is not divisible by num_query_groups {groups}: use {_divisors_text(heads)} groups")
     if model.position_embedding_type == "rope":
         found += _rotary_violations(model)
     for name in ("hidden_dropout", "attention_dropout"):
@@ -123,9 +119,7 @@ def _layout_violations(config: RunConfig, world_size: int) -> list[str]:
     parallel = config.parallel
     found = []
     if parallel.context_parallel_size != 1:
-        found.append(
-            f"context_parallel_size is {parallel.context_parallel_size}: context parallelism does not exist yet, use 1"
-        )
+        found.append(f"context_parallel_size is {parallel.context_parallel_size}: context parallelism does not exist yet, use 1")
     try:
         dp = config.dp_size(world_size)
     except ConfigError as error:
@@ -171,9 +165,7 @@ def _sequence_violations(config: RunConfig) -> list[str]:
 
 
 def _not_divisible(name: str, value: int, tp: int) -> str:
-    return (
-        f"{name} {value} is not divisible by tensor_model_parallel_size {tp}; use a size of {_divisors_text(value, tp)}"
-    )
+    return f"{name} {value} is not divisible by tensor_model_parallel_size {tp}; use a size of {_divisors_text(value, tp)}"
 
 
 def _divisors_text(value: int, near: int = 0) -> str:

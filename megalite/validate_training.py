@@ -15,7 +15,7 @@ __all__ = ["data_violations", "output_violations", "split_shares", "training_vio
 # what `data.splits` reads; it cannot be asked here because it needs numpy, and a test holds the two together
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _SEPARATOR = r"(?:\s*[,/]\s*|\s+)"
-_SPLIT = re.compile(rf"\s*{_NUMBER}(?:{_SEPARATOR}{_NUMBER}){{0,2}}\s*")
+_SPLIT = re.compile(rf"\s*{_NUMBER}(?:{_SEPARATOR}{_NUMBER}){{0,2}}\s*", re.ASCII)
 
 
 def training_violations(config: RunConfig) -> list[str]:
@@ -64,8 +64,7 @@ def _wsd_violations(optim: OptimConfig, decay: int, source: str) -> list[str]:
         if last is None:
             return []
         return [
-            f"lr_wsd_decay_iters {last} has no effect with lr_decay_style {optim.lr_decay_style}: leave it out, or use "
-            "--lr-decay-style WSD"
+            f"lr_wsd_decay_iters {last} has no effect with lr_decay_style {optim.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
         ]
     if last is None:
         return [f"lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final decay: use up to {decay}"]
@@ -118,10 +117,7 @@ def split_shares(split: str) -> list[float] | None:
 def _split_violations(split: str) -> list[str]:
     shares = split_shares(split)
     if shares is None:
-        return [
-            f"split {split!r} is not one to three numbers of 0 or more between commas, slashes or spaces: write for "
-            "example 969,30,1"
-        ]
+        return [f"split {split!r} is not one to three numbers of 0 or more between commas, slashes or spaces: write for example 969,30,1"]
     if shares[0] == 0:
         return [f"split {split!r} leaves no documents for training: its first number must be above 0"]
     return []

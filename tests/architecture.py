@@ -169,9 +169,7 @@ def distributed_in_data(root: Path) -> list[str]:
             continue
         lines = [line for name, line in imports(module) if name.startswith("torch.distributed")]
         lines += [
-            node.lineno
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+            node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
         ]
         violations += [f"{module.name}:{line} uses torch.distributed" for line in lines]
     return violations
@@ -211,18 +209,14 @@ def too_long(root: Path) -> list[str]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
-                    violations.append(
-                        f"{module.name}:{node.lineno} {node.name}(): {num_lines} lines, at most {MAX_FUNCTION_LINES}"
-                    )
+                    violations.append(f"{module.name}:{node.lineno} {node.name}(): {num_lines} lines, at most {MAX_FUNCTION_LINES}")
     return violations
 
 
 def without_docstring(root: Path) -> list[str]:
     """Modules that do not say what they decide and why; an empty `__init__.py` has nothing to say."""
     return [
-        f"{module.name}: no module docstring"
-        for module in modules(root)
-        if not ast.get_docstring(module.tree) and module.source.strip()
+        f"{module.name}: no module docstring" for module in modules(root) if not ast.get_docstring(module.tree) and module.source.strip()
     ]
 
 
@@ -234,9 +228,7 @@ def wrong_exports(root: Path) -> list[str]:
         if len(set(listed)) != len(listed):
             violations.append(f"{module.name}: __all__ lists a name twice")
         defined = set(_top_level_names(module.tree.body))
-        violations += [
-            f"{module.name}: __all__ names {name}, which does not exist" for name in sorted(set(listed) - defined)
-        ]
+        violations += [f"{module.name}: __all__ names {name}, which does not exist" for name in sorted(set(listed) - defined)]
     return violations
 
 

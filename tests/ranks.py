@@ -28,9 +28,7 @@ def _session_pool() -> RankPool:
     return RankPool(MAX_RANKS, preload=(*PRELOAD, "pytest"), ignored_warnings=IGNORED_WARNINGS)
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Values of `function(*args, **kwargs)` in rank order, see `RankPool.run`."""
     __tracebackhide__ = True
     return _session_pool().run(function, world_size, *args, timeout=timeout, **kwargs)

@@ -47,9 +47,7 @@ def imports_without_torch(root: Path) -> subprocess.CompletedProcess[str]:
     for name in names:
         lines.append(f"importlib.import_module({name!r})")
         lines.append(f"assert 'torch' not in sys.modules, '{name} imports torch'")
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60, cwd=root
-    )
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60, cwd=root)
 
 
 def test_pure_modules_do_not_import_torch() -> None:

@@ -148,9 +148,7 @@ def test_wrong_flags_are_all_named(line: str, problems: list[str]) -> None:
         ("--pipeline-layer-split 3 x", ["--pipeline-layer-split", "x"]),
     ],
 )
-def test_a_value_of_the_wrong_type_ends_with_code_2(
-    line: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_of_the_wrong_type_ends_with_code_2(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         read(line)
     said = capsys.readouterr().err
@@ -211,9 +209,7 @@ def test_an_unknown_preset_is_suggested() -> None:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_end_with_code_2_and_one_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_end_with_code_2_and_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_run_config(["--tpp", "2", "--fp16"], "train.py", "")
     said = capsys.readouterr().err
@@ -226,9 +222,7 @@ def test_mistakes_end_with_code_2_and_one_message(
     assert (caught.value.code, capsys.readouterr().err) == (2, "")
 
 
-def test_validation_uses_the_number_of_launched_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_uses_the_number_of_launched_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--mock-data", "--vocab-size", "64", "--tp", "2", "--pp", "2"]
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert parse_and_validate(argv, "train.py", "").dp_size(8) == 2

@@ -162,10 +162,6 @@ def test_a_text_that_is_not_toml_is_a_config_error() -> None:
         RunConfig.from_toml("lr = = 3")
 
 
-def test_group_query_attention_is_taken_where_the_groups_are_set() -> None:
-    assert RunConfig.from_dict({"group_query_attention": True, "num_query_groups": 2}).model.num_query_groups == 2
-
-
 # ---- the tables are sound --------------------------------------------------------------------------------------------
 
 
@@ -271,9 +267,7 @@ def test_layout_numbers() -> None:
 
 def test_layout_numbers_refuse_what_is_not_divisible() -> None:
     run = RunConfig(
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=2, data_parallel_replicate_size=3, data_parallel_sharding_strategy="optim"
-        ),
+        parallel=ParallelConfig(tensor_model_parallel_size=2, data_parallel_replicate_size=3, data_parallel_sharding_strategy="optim"),
         train=TrainConfig(micro_batch_size=2, global_batch_size=6),
     )
     with pytest.raises(ConfigError, match="world size 5"):
@@ -289,9 +283,7 @@ def test_what_is_not_set_follows_the_layout() -> None:
     assert ParallelConfig(num_virtual_stages_per_pipeline_rank=2).schedule == "interleaved-1f1b"
     assert ParallelConfig(num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="gpipe").schedule == "gpipe"
     cases = [(1, None), (1, True), (2, None), (2, True), (2, False)]
-    used = [
-        ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=on).use_sequence_parallel for tp, on in cases
-    ]
+    used = [ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=on).use_sequence_parallel for tp, on in cases]
     assert used == [False, False, True, True, False]
 
 

@@ -152,9 +152,7 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "changes", "words"), CASES)
-def test_one_mistake_is_one_sentence_with_numbers_and_remedy(
-    world_size: int, changes: dict[str, Any], words: list[str]
-) -> None:
+def test_one_mistake_is_one_sentence_with_numbers_and_remedy(world_size: int, changes: dict[str, Any], words: list[str]) -> None:
     (sentence,) = found(world_size, **changes)
     assert [word for word in words if word not in sentence] == []
 
@@ -201,7 +199,7 @@ def test_a_good_run_is_validated_in_silence() -> None:
     validate(assign(RunConfig(), GOOD), 1)
 
 
-@given(st.text(alphabet="0123.,/ -e", max_size=9))
+@given(st.text(alphabet="0123.,/ -e\u0663\u2003", max_size=9))
 def test_splits_are_read_as_the_data_reads_them(split: str) -> None:
     shares = split_shares(split)
     try:

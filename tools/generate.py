@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """All options; unknown and abbreviated ones are errors."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="a checkpoint, or the --save folder of a run (its newest one)")
     prompt = parser.add_mutually_exclusive_group()

@@ -86,18 +86,19 @@ def _add(history: History, line: str, where: str) -> None:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Short names of runs: the folder of a metrics.jsonl, the stem of another file; whole paths where those are equal."""
+    """Short names: the folder of a metrics.jsonl, the stem of another file; whole paths where those are equal."""
     names = [path.absolute().parent.name if path.name == DEFAULT_NAME else path.stem for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Exponential mean over about `window` values; the first ones are not drawn towards 0, what is not finite is passed over."""
-    keep, total, weight, result = 1 - 2 / (window + 1), 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight if weight else math.nan)
+    """Means over about `window` neighbours. As many before as after, so that the steep start is not shifted; at the
+    flat end those after run out. Passes over nan and inf."""
+    result = []
+    for place in range(len(values)):
+        reach = min(window // 2, place)
+        finite = [value for value in values[place - reach : place + reach + 1] if math.isfinite(value)]
+        result.append(sum(finite) / len(finite) if finite else math.nan)
     return result
 
 
@@ -137,45 +138,40 @@ def default_window(num_steps: int) -> int:
 
 
 def text_curve(series: Series, *, width: int = 64, height: int = 8) -> str:
-    """A curve of block characters: each column is the mean of its share of the steps, the lowest value is the floor."""
+    """A curve of block characters: each column is the mean of its share of the steps, the lowest one is the floor."""
     points = [(step, value) for step, value in series.items() if math.isfinite(value)]
     if not points:
-        return "(no finite loss)"
+        return "(nothing finite)"
     width = min(width, len(points))
     columns = [points[len(points) * i // width : len(points) * (i + 1) // width] for i in range(width)]
     means = [sum(value for _, value in column) / len(column) for column in columns]
     low, high = min(means), max(means)
     eighths = [1 + round((8 * height - 1) * (mean - low) / ((high - low) or 1)) for mean in means]
-    rows = []
-    for row in reversed(range(height)):
-        label = {height - 1: f"{high:.3f}", 0: f"{low:.3f}"}.get(row, "")
-        rows.append(f"{label:>9} │" + "".join(BLOCKS[min(8, max(0, count - 8 * row))] for count in eighths))
-    first, last = str(points[0][0]), str(points[-1][0])
-    rows.append(f"{'':9} └" + "─" * width)
-    rows.append(f"{'step':>9}  {first}{last:>{max(width - len(first), len(last) + 1)}}")
-    return "\n".join(rows)
+    rows = ["".join(BLOCKS[min(8, max(0, count - 8 * row))] for count in eighths) for row in reversed(range(height))]
+    first, last = points[0][0], points[-1][0]
+    if height == 1:
+        return f"{means[0]:.3f} {rows[0]} {means[-1]:.3f} (steps {first} to {last})"
+    labels = [f"{high:.3f}", *[""] * (height - 2), f"{low:.3f}"]
+    lines = [f"{label:>9} │{row}" for label, row in zip(labels, rows, strict=True)]
+    ends = f"{first}{last:>{max(width - len(str(first)), len(str(last)) + 1)}}"
+    return "\n".join([*lines, f"{'':9} └{'─' * width}", f"{'step':>9}  {ends}"])
 
 
 def text_report(history: History) -> str:
     """The curves of one run for a terminal."""
-    parts = []
-    for title, series in (("training loss", history.loss), ("validation loss", history.valid_loss)):
-        if series:
-            parts.append(f"{history.name}: {title}\n{text_curve(series)}")
+    parts = [f"{history.name}: training loss\n{text_curve(history.loss)}"] if history.loss else []
+    if history.valid_loss:
+        parts.append(f"{history.name}: validation loss {text_curve(history.valid_loss, height=1)}")
     return "\n\n".join(parts)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All options; unknown and abbreviated ones are errors."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, metavar="PICTURE", help=f"picture to write ({' '.join(FORMATS)})")
     parser.add_argument("--text", action="store_true", help="draw the curves in the terminal")
-    parser.add_argument(
-        "--smooth", type=int, metavar="N", help="steps to average over (default: 1/25 of them, at most 50)"
-    )
+    parser.add_argument("--smooth", type=int, metavar="N", help="steps to average over (default: 1/25 of them, at most 50)")
     return parser
 
 

@@ -26,9 +26,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 def build_parser() -> argparse.ArgumentParser:
     """All options; unknown and abbreviated ones are errors."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--input",

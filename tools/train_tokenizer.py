@@ -19,9 +19,7 @@ from megalite.errors import ConfigError, MegaliteError
 
 def build_parser() -> argparse.ArgumentParser:
     """All options; unknown and abbreviated ones are errors."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--input",

@@ -51,6 +51,4 @@ def _stored_config(checkpoint: Path) -> RunConfig:
     try:
         return RunConfig.from_dict(read_manifest(checkpoint).config)
     except ConfigError as error:
-        raise CheckpointError(
-            f"the manifest of {checkpoint} holds settings this megalite cannot read: {error}"
-        ) from error
+        raise CheckpointError(f"the manifest of {checkpoint} holds settings this megalite cannot read: {error}") from error

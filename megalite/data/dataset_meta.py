@@ -67,9 +67,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> DatasetMeta | None:
     except (OSError, orjson.JSONDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise DataError(
-            f"{path} is no dataset record of format {_FORMAT}; preprocess the text again or remove the file"
-        )
+        raise DataError(f"{path} is no dataset record of format {_FORMAT}; preprocess the text again or remove the file")
     missing = [field.name for field in fields(DatasetMeta) if field.name not in content]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; preprocess the text again or remove the file")

@@ -119,9 +119,7 @@ def parse_separator(text: str) -> bytes:
     return result.encode("utf-8")
 
 
-def read_chunks(
-    sources: Iterable[Source], separator: bytes | None, chunk_bytes: int, stdin: BinaryIO | None
-) -> Iterator[Chunk]:
+def read_chunks(sources: Iterable[Source], separator: bytes | None, chunk_bytes: int, stdin: BinaryIO | None) -> Iterator[Chunk]:
     """All records of all sources in order, in chunks of about `chunk_bytes` (at least one record each).
 
     `separator` cuts text files into documents (None: one document per file); JSON lines end at a newline.

@@ -168,9 +168,7 @@ def parse_record(raw: bytes, is_json_lines: bool, keys: Sequence[str]) -> list[l
     try:
         record = orjson.loads(raw.removesuffix(b"\r"))
     except orjson.JSONDecodeError as error:
-        raise DataError(
-            f"invalid JSON: {error.msg} (column {error.colno}); each line must hold one whole JSON object"
-        ) from None
+        raise DataError(f"invalid JSON: {error.msg} (column {error.colno}); each line must hold one whole JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"the record is {_json_type(record)}, not an object with the key {keys[0]!r}")
     return [_texts(record, key) for key in keys]

@@ -94,9 +94,7 @@ class GPTDataset:
         self.reset_position_ids, self.eod_mask_loss = reset_position_ids, eod_mask_loss
         low, high = (int(bound) for bound in sequence_range)
         self._extra = int(add_extra_token)
-        spec = IndexSpec(
-            seq_length, num_samples, (low, high), seed, add_extra_token, drop_last_partial, separate_last_epoch
-        )
+        spec = IndexSpec(seq_length, num_samples, (low, high), seed, add_extra_token, drop_last_partial, separate_last_epoch)
         self._check(spec)
         try:
             self.indices = self._indices(spec, cache_dir)

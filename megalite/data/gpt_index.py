@@ -79,17 +79,12 @@ def build_gpt_indices(sizes: np.ndarray, spec: IndexSpec) -> GPTIndices:
     documents = np.arange(low, high, dtype=np.int64 if high > np.iinfo(np.int32).max else np.int32)
     separate = plan.num_samples_before_last is not None
     document_index = np.concatenate(
-        [
-            _shuffled(np.tile(documents, num_epochs), random)
-            for num_epochs in ((plan.num_epochs - 1, 1) if separate else (plan.num_epochs,))
-        ]
+        [_shuffled(np.tile(documents, num_epochs), random) for num_epochs in ((plan.num_epochs - 1, 1) if separate else (plan.num_epochs,))]
     )
     sample_index = build_sample_index(sizes, document_index, spec.seq_length, plan.num_samples, spec.add_extra_token)
     dtype = np.int64 if plan.num_samples >= _UINT32_LIMIT else np.uint32
     bounds = (0, plan.num_samples_before_last or 0, plan.num_samples) if separate else (0, plan.num_samples)
-    shuffle_index = np.concatenate(
-        [_shuffled(np.arange(start, stop, dtype=dtype), random) for start, stop in pairwise(bounds)]
-    )
+    shuffle_index = np.concatenate([_shuffled(np.arange(start, stop, dtype=dtype), random) for start, stop in pairwise(bounds)])
     return GPTIndices(document_index, sample_index, shuffle_index)
 
 

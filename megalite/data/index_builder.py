@@ -47,9 +47,7 @@ def build_sample_index(
     builder = native_builder()
     build = build_sample_index_reference if builder is None else builder.build_sample_index
     # Arrays mapped from an .idx file are not aligned; C++ must not read those.
-    aligned = [
-        np.require(values, dtype=_index_dtype(values), requirements=["C", "A"]) for values in (sizes, document_index)
-    ]
+    aligned = [np.require(values, dtype=_index_dtype(values), requirements=["C", "A"]) for values in (sizes, document_index)]
     return build(aligned[0], aligned[1], seq_length, num_samples, add_extra_token)
 
 
@@ -69,9 +67,7 @@ def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray,
     `sizes` are the lengths of the datasets. Raises ValueError for no dataset, more than 32767, or a negative size.
     """
     builder = native_builder()
-    build = (
-        build_exhaustive_blending_indices_reference if builder is None else builder.build_exhaustive_blending_indices
-    )
+    build = build_exhaustive_blending_indices_reference if builder is None else builder.build_exhaustive_blending_indices
     return build([int(size) for size in sizes])
 
 
@@ -128,9 +124,7 @@ def build_exhaustive_blending_indices_reference(sizes: Sequence[int]) -> tuple[n
     return _blend_reference(weights, total, lambda taken: taken < counts)
 
 
-def _blend_reference(
-    weights: np.ndarray, size: int, allowed: Callable[[np.ndarray], np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _blend_reference(weights: np.ndarray, size: int, allowed: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     if not 0 < len(weights) <= _MAX_DATASETS or size < 0:
         raise ValueError(f"a blend of {size} samples from {len(weights)} datasets; 1 to {_MAX_DATASETS} are possible")
     dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)

@@ -49,7 +49,7 @@ def cached_indices(cache_dir: Path, path_prefix: str, spec: IndexSpec, build: Ca
     if description is not None:
         try:
             return _load(stem, description)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever damage does to a reader, the remedy is to build the arrays again
             log.warning("the cached indices %s are damaged (%s): building them again", stem, error)
     elif any(cache_dir.glob(f"{stem.name.rsplit('-', 1)[0]}-*.json")):
         log.warning("%s was written again since its indices were cached: building them again", path_prefix)
@@ -106,7 +106,7 @@ def _array_facts(values: np.ndarray) -> dict[str, Any]:
 
 
 def _load(stem: Path, description: dict[str, Any]) -> GPTIndices:
-    """Raises OSError, ValueError, KeyError or TypeError when the files are not what the description says."""
+    """Raises ValueError, or what numpy and Python raise, when the files are not what the description says."""
     arrays = {}
     for name in GPTIndices._fields:
         path = _array_path(stem, name)

@@ -90,9 +90,7 @@ class IndexedDataset:
         size = int(self.sizes[i])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise DataError(
-                f"{self._bin_path}: sequence {i} has {size} tokens, tokens {offset} to {offset + length} were asked for"
-            )
+            raise DataError(f"{self._bin_path}: sequence {i} has {size} tokens, tokens {offset} to {offset + length} were asked for")
         start = int(self.pointers[i]) + offset * self.dtype.itemsize
         return self._bin[start : start + length * self.dtype.itemsize].view(self.dtype)
 
@@ -137,8 +135,7 @@ class IndexedDataset:
             if np.any(part[1:] < part[:-1]):
                 bad = start + int(np.argmax(part[1:] < part[:-1]))
                 raise DataError(
-                    f"{self._index_path}: document {bad} starts at sequence {bounds[bad]} and ends before it, "
-                    f"at {bounds[bad + 1]}"
+                    f"{self._index_path}: document {bad} starts at sequence {bounds[bad]} and ends before it, at {bounds[bad + 1]}"
                 )
 
     def _check_sequences(self) -> None:

@@ -49,13 +49,14 @@ class GlobalBatchLoader:
         dp_size: int = 1,
         consumed_samples: int = 0,
         prefetch: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         self.num_micro_batches = num_local_micro_batches(global_batch_size, micro_batch_size, dp_size)
         if not 0 <= dp_rank < dp_size or consumed_samples < 0:
             raise ConfigError(f"there is no data-parallel rank {dp_rank} of {dp_size} after {consumed_samples} samples")
         self.dataset, self.consumed_samples = dataset, consumed_samples
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size, self.vocab_size = dp_rank, dp_size, vocab_size
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="megalite-data") if prefetch else None
         self._ahead: tuple[int, Future[list[MicroBatchArrays]]] | None = None
 
@@ -110,8 +111,20 @@ class GlobalBatchLoader:
     def _collate(self, micro_batch: MicroBatchSamples) -> MicroBatchArrays:
         samples = [self.dataset[i] for i in micro_batch.samples]
         fields = {name: _stack(samples, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        if self.vocab_size is not None:
+            _check_ids((fields["tokens"], fields["labels"]), self.vocab_size, micro_batch.samples)
         return MicroBatchArrays(**fields, first_sample=micro_batch.samples.start, index=micro_batch.index)
 
 
 def _stack(samples: list[Sample], name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
+
+
+def _check_ids(tensors: tuple[torch.Tensor, ...], vocab_size: int, samples: range) -> None:
+    low = min(int(ids.min()) for ids in tensors)
+    high = max(int(ids.max()) for ids in tensors)
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"samples {samples.start} to {samples.stop - 1} hold token ids from {low} to {high}, but the vocabulary has ids 0 to "
+            f"{vocab_size - 1}: train with the tokenizer that the data was made with, or with --vocab-size {high + 1}"
+        )

@@ -24,9 +24,7 @@ class MockDataset:
     loss-bearing tokens. Raises DataError for sizes that make no dataset.
     """
 
-    def __init__(
-        self, vocab_size: int, seq_length: int, num_samples: int, seed: int = 0, *, masked_fraction: float = 0.0
-    ) -> None:
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int = 0, *, masked_fraction: float = 0.0) -> None:
         if min(vocab_size, seq_length, num_samples) < 1 or seed < 0 or not 0 <= masked_fraction <= 1:
             raise DataError(
                 f"mock data of {num_samples} samples of {seq_length} tokens below {vocab_size}, seed {seed}, masked "

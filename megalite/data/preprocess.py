@@ -94,9 +94,7 @@ class _Output:
 
 def default_workers() -> int:
     """One worker for each processor this process may use, within reason."""
-    return min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_DEFAULT_WORKERS
-    )
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_DEFAULT_WORKERS)
 
 
 def output_prefix(prefix: str, key: str) -> str:
@@ -104,9 +102,7 @@ def output_prefix(prefix: str, key: str) -> str:
     return f"{prefix}_{key}_document"
 
 
-def preprocess(
-    options: PreprocessOptions, report: Callable[[Counts], None] | None = None, stdin: BinaryIO | None = None
-) -> Summary:
+def preprocess(options: PreprocessOptions, report: Callable[[Counts], None] | None = None, stdin: BinaryIO | None = None) -> Summary:
     """Write one dataset for each key; `report` is called after each chunk.
 
     Raises ConfigError for wrong settings, and DataError for unreadable input, an invalid record (named by file and
@@ -116,9 +112,7 @@ def preprocess(
     _check(options)
     sources = find_sources(options.inputs)
     if len(options.json_keys) > 1 and any(not source.is_json_lines for source in sources):
-        raise ConfigError(
-            f"text files have no keys, but {len(options.json_keys)} keys were asked for: {', '.join(options.json_keys)}"
-        )
+        raise ConfigError(f"text files have no keys, but {len(options.json_keys)} keys were asked for: {', '.join(options.json_keys)}")
     separator = None if options.document_separator is None else parse_separator(options.document_separator)
     tokenizer = options.tokenizer.build()
     _check_tokenizer(options, tokenizer)
@@ -175,9 +169,7 @@ def _check_tokenizer(options: PreprocessOptions, tokenizer: Tokenizer) -> None:
             _log.warning("%s does not give back every text: it changes %s", tokenizer.name, ", ".join(losses))
 
 
-def _encode_all(
-    chunks: Iterator[Chunk], options: PreprocessOptions, tokenizer: Tokenizer
-) -> Generator[EncodedChunk, None, None]:
+def _encode_all(chunks: Iterator[Chunk], options: PreprocessOptions, tokenizer: Tokenizer) -> Generator[EncodedChunk, None, None]:
     """Encoded chunks in order, from this process or from workers."""
     encode_options = EncodeOptions(
         json_keys=options.json_keys,
@@ -196,9 +188,7 @@ def _encode_all(
 
 
 def _set_up_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # the processes are the parallelism; the library reads it in this worker only
-    )
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism; the library reads it in this worker only
 
 
 @lru_cache(maxsize=1)

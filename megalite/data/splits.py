@@ -22,7 +22,7 @@ SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _SEPARATOR = r"(?:\s*[,/]\s*|\s+)"
-_SPLIT = re.compile(rf"\s*{_NUMBER}(?:{_SEPARATOR}{_NUMBER}){{0,2}}\s*")
+_SPLIT = re.compile(rf"\s*{_NUMBER}(?:{_SEPARATOR}{_NUMBER}){{0,2}}\s*", re.ASCII)
 
 
 class SamplesPerSplit(NamedTuple):
@@ -41,8 +41,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """
     if not _SPLIT.fullmatch(split):
         raise DataError(
-            f"split {split!r} is not one to three non-negative numbers separated by commas, slashes or spaces; "
-            "write for example 969,30,1"
+            f"split {split!r} is not one to three non-negative numbers separated by commas, slashes or spaces; write for example 969,30,1"
         )
     numbers = [float(number) for number in re.findall(_NUMBER, split)]
     total = float(np.sum(numbers))  # plain left-to-right; the built-in sum is compensated from Python 3.12 on

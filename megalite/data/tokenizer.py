@@ -168,9 +168,7 @@ def _check_settings(kind: str, given: str, model: str | Path | None, special: st
     elif special == "allow" and kind in TOKENIZER_TYPES and kind != "hf":
         violations.append(f"a {kind} tokenizer reads no control tokens from text; 'allow' needs an hf tokenizer")
     if eod_token is not None and kind in ("bytes", "chars"):
-        violations.append(
-            f"a {kind} tokenizer has its own EOD id; an EOD token ({eod_token!r}) is for hf and sentencepiece"
-        )
+        violations.append(f"a {kind} tokenizer has its own EOD id; an EOD token ({eod_token!r}) is for hf and sentencepiece")
     if violations:
         raise ConfigError(violations)
 
@@ -186,15 +184,11 @@ def utf8_bytes(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise DataError(
-            f"text holds the lone surrogate U+{code:04X} at position {error.start}, which has no UTF-8 form"
-        ) from None
+        raise DataError(f"text holds the lone surrogate U+{code:04X} at position {error.start}, which has no UTF-8 form") from None
 
 
 def check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     """Raise DataError for an id outside the tokenizer's vocabulary."""
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
-            raise DataError(
-                f"token id {token} is outside the vocabulary of {tokenizer.name} (0 to {tokenizer.vocab_size - 1})"
-            )
+            raise DataError(f"token id {token} is outside the vocabulary of {tokenizer.name} (0 to {tokenizer.vocab_size - 1})")

@@ -31,8 +31,7 @@ class CharsTokenizer:
             raise DataError(f"{path} is no character list: it must be a JSON list of one-character strings")
         if not characters or len(set(characters)) != len(characters):
             raise DataError(
-                f"{path} lists {len(characters)} characters, of which {len(set(characters))} are different; "
-                "each must be there once"
+                f"{path} lists {len(characters)} characters, of which {len(set(characters))} are different; each must be there once"
             )
         self.name = f"chars:{path.name}"
         self._characters: list[str] = characters

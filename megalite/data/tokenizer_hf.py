@@ -40,9 +40,7 @@ class HFTokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id: int | None = _find_token(backend, folder, "eos", _WELL_KNOWN_EOD, eod_token)
         self.bos_id: int | None = _find_token(backend, folder, "bos", _WELL_KNOWN_BOS, None)
-        specials = {
-            token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special
-        }
+        specials = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
         for token in (self.eod_id, self.bos_id):  # GPT-2's vocab.json does not mark them as special
             if token is not None:
                 specials[token] = str(backend.id_to_token(token))
@@ -104,10 +102,7 @@ def _find_token(backend: Backend, folder: Path, role: str, well_known: Sequence[
     """
     if named is not None:
         return _token_id(backend, named, "--eod-token")
-    names = {
-        file: _named_token(folder / file, f"{role}_token")
-        for file in ("tokenizer_config.json", "special_tokens_map.json")
-    }
+    names = {file: _named_token(folder / file, f"{role}_token") for file in ("tokenizer_config.json", "special_tokens_map.json")}
     spellings = {file: token for file, token in names.items() if token is not None}
     if len(set(spellings.values())) > 1:
         told = " and ".join(f"{token!r} ({file})" for file, token in spellings.items())

@@ -80,9 +80,7 @@ def train_sentencepiece(texts: Iterable[str], path: Path, vocab_size: int, model
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"no {model_type} model of {vocab_size} pieces can be made from these texts: {_first_reason(error)}"
-        ) from None
+        raise ConfigError(f"no {model_type} model of {vocab_size} pieces can be made from these texts: {_first_reason(error)}") from None
     _replace(path, model.getvalue())
     tokenizer = build_tokenizer("sentencepiece", path)
     losses = find_losses(tokenizer)

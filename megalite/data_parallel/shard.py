@@ -62,9 +62,7 @@ def shard_stage(
         "mesh": _mesh(grid),
         "reshard_after_forward": zero == 3,
         # Inputs keep their type: activations have the compute type already, and a loss mask must not get it.
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
     for prefix, module in [*((f"{name}.", unit) for name, unit in units), ("", stage)]:
         materialize(prefix, module)

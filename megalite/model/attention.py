@@ -82,14 +82,10 @@ def needs_repeated_heads(device: torch.device, dtype: torch.dtype) -> bool:
 def _check_heads(heads: int, kv_heads: int, tp: int) -> None:
     violations = []
     if heads % kv_heads:
-        violations.append(
-            f"{heads} query heads cannot share {kv_heads} key/value heads evenly: use a divisor of {heads}"
-        )
+        violations.append(f"{heads} query heads cannot share {kv_heads} key/value heads evenly: use a divisor of {heads}")
     if heads % tp:
         violations.append(f"{heads} query heads cannot be split over {tp} tp ranks: use a tp size that divides {heads}")
     if kv_heads % tp and tp % kv_heads:
-        violations.append(
-            f"{kv_heads} key/value heads cannot be split over {tp} tp ranks nor shared by them: one must be a divisor"
-        )
+        violations.append(f"{kv_heads} key/value heads cannot be split over {tp} tp ranks nor shared by them: one must be a divisor")
     if violations:
         raise ConfigError(violations)

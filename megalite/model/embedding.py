@@ -37,9 +37,7 @@ class PositionEmbedding(nn.Module):
         if config.max_position_embeddings is None:
             raise ConfigError("learned positions need max_position_embeddings: set it to the longest sequence")
         self.split_over = residual_split(ctx)
-        info = ParameterInfo(
-            role="position", init="normal", std=config.init_method_std, partial_over_tp=ctx.sequence_parallel
-        )
+        info = ParameterInfo(role="position", init="normal", std=config.init_method_std, partial_over_tp=ctx.sequence_parallel)
         shape = (config.max_position_embeddings, config.hidden_size)
         add_parameter(self, "weight", shape, tp=ctx.tp, shard_dim=None, info=info, device=ctx.device)
 

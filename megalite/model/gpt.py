@@ -40,9 +40,7 @@ class GPTStage(nn.Module):
     Raises ConfigError when the model does not fit the tp size.
     """
 
-    def __init__(
-        self, config: ModelConfig, spec: StageSpec, ctx: ParallelContext, *, num_stages: int, seed: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, spec: StageSpec, ctx: ParallelContext, *, num_stages: int, seed: int) -> None:
         super().__init__()
         assert (spec.has_embedding and spec.has_head) == (num_stages == 1), "only a lone stage has both ends"
         self.config, self.spec, self.ctx, self.seed = config, spec, ctx, seed

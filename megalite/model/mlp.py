@@ -52,9 +52,7 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         bias, std = config.add_bias_linear, config.init_method_std
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
-        self.down_proj = RowParallelLinear(
-            config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx
-        )
+        self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
@@ -68,9 +66,7 @@ class GatedMLP(nn.Module):
         bias, std = config.add_bias_linear, config.init_method_std
         self.gate_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
-        self.down_proj = RowParallelLinear(
-            config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx
-        )
+        self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])

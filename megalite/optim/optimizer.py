@@ -47,9 +47,7 @@ class Optimizer:
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             if local.numel() > 0:
                 groups[config.weight_decay if parameter.info.role in DECAYED else 0.0].append(local)
-        settings: list[dict[str, Any]] = [
-            {"params": tensors, "weight_decay": decay} for decay, tensors in groups.items() if tensors
-        ]
+        settings: list[dict[str, Any]] = [{"params": tensors, "weight_decay": decay} for decay, tensors in groups.items() if tensors]
         if not settings:
             return None
         fused = all(local.device.type in FUSED_DEVICES for local in self._locals)
@@ -123,6 +121,4 @@ def _placed_like(parameter: OptimParameter, local: Tensor) -> Tensor:
     model = parameter.parameter
     if not isinstance(model, DTensor):
         return local
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
+    return DTensor.from_local(local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride())

@@ -125,9 +125,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return _one_chunk("1f1b", num_ranks, num_microbatches, warmups)
 
 
-def interleaved_one_f_one_b(
-    num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None
-) -> Schedule:
+def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None = None) -> Schedule:
     """Interleaved 1F1B: v chunks per rank, micro-batches in groups of N that pass chunk 0, then chunk 1, and so on.
 
     group_size: N; by default the smallest one that fits. A larger N holds (v-1)(N-p) more chunk activations per rank.
@@ -155,9 +153,7 @@ def forward_only(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> 
     if violations:
         raise ScheduleError("; ".join(violations))
     table = _virtual_table(num_microbatches, num_chunks, num_ranks)
-    orders = tuple(
-        tuple(Action(Kind.FORWARD, chunk * num_ranks + rank, mb) for chunk, mb in table) for rank in range(num_ranks)
-    )
+    orders = tuple(tuple(Action(Kind.FORWARD, chunk * num_ranks + rank, mb) for chunk, mb in table) for rank in range(num_ranks))
     placement = _round_robin(num_ranks, num_chunks)
     return Schedule("forward-only", num_ranks, num_microbatches, num_chunks, placement, orders, has_backward=False)
 
@@ -204,10 +200,7 @@ def _number_violations(num_ranks: int, num_microbatches: int, num_chunks: int) -
 def _one_chunk_violations(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
     if num_chunks == 1:
         return []
-    return [
-        f"this schedule has one model chunk per rank, got {num_chunks}: "
-        "use a virtual pipeline size of 1, or schedule interleaved-1f1b"
-    ]
+    return [f"this schedule has one model chunk per rank, got {num_chunks}: use a virtual pipeline size of 1, or schedule interleaved-1f1b"]
 
 
 def _interleaved_violations(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:

@@ -199,9 +199,7 @@ def format_table(subject: Schedule | Timeline) -> str:
 
 
 def _format_orders(schedule: Schedule) -> str:
-    return "\n".join(
-        f"r{rank} " + " ".join(schedule.label(action) for action in order) for rank, order in enumerate(schedule.orders)
-    )
+    return "\n".join(f"r{rank} " + " ".join(schedule.label(action) for action in order) for rank, order in enumerate(schedule.orders))
 
 
 def _format_timeline(timeline: Timeline) -> str:

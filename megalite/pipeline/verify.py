@@ -136,9 +136,7 @@ def _check_gradient_order(schedule: Schedule) -> None:
 
 def _check_computes(program: Program) -> None:
     if len(program.instructions) != program.schedule.num_ranks:
-        raise ScheduleError(
-            f"the program has {len(program.instructions)} instruction lists for {program.schedule.num_ranks} ranks"
-        )
+        raise ScheduleError(f"the program has {len(program.instructions)} instruction lists for {program.schedule.num_ranks} ranks")
     for rank, order in enumerate(program.schedule.orders):
         computes = [(n, step.action) for n, step in enumerate(program.instructions[rank]) if isinstance(step, Compute)]
         for (number, action), expected in zip(computes, order, strict=False):

@@ -33,9 +33,7 @@ from megalite.tensor_parallel.layers import check_tokens
 __all__ = ["vocab_parallel_argmax", "vocab_parallel_cross_entropy"]
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, padded_vocab_size: int, tp: Axis
-) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, vocab_size: int, padded_vocab_size: int, tp: Axis) -> Tensor:
     """Token losses -log softmax(logits)[target] over the first `vocab_size` columns.
 
     logits: this rank's [S, B, V_local]; targets: int64 [S, B], alike on all ranks. Returns [S, B] fp32 (fp64 for fp64

@@ -175,9 +175,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.valid_rows = num_embeddings, embedding_dim, valid_rows
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        info = ParameterInfo(
-            role="embedding", init="normal", std=std, valid_rows=valid_rows, shared_over_pp=shared_over_pp
-        )
+        info = ParameterInfo(role="embedding", init="normal", std=std, valid_rows=valid_rows, shared_over_pp=shared_over_pp)
         shape = (num_embeddings, embedding_dim)
         add_parameter(self, "weight", shape, tp=ctx.tp, shard_dim=0, info=info, device=ctx.device)
 

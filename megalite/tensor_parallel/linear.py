@@ -64,9 +64,7 @@ def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, seque
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tp: Axis, sequence_parallel: bool, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, tp: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = _halves(parameters)
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
         ctx.set_materialize_grads(False)

@@ -65,9 +65,7 @@ def factorisations(num_ranks: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def layouts(
-    num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool, ...] = (False, True)
-) -> Iterator[Layout]:
+def layouts(num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool, ...] = (False, True)) -> Iterator[Layout]:
     """Every layout of `num_ranks` ranks over zero, schedule, sequence parallelism and tying (where they make a difference)."""
     for is_tied in tied:
         for tp, pp, dp in factorisations(num_ranks):

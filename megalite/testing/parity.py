@@ -73,10 +73,7 @@ class Difference:
 
     def within(self, tolerance: Tolerance) -> bool:
         return (
-            not self.initial
-            and self.loss <= tolerance.loss
-            and self.grad_norm <= tolerance.grad_norm
-            and self.weights <= tolerance.weights
+            not self.initial and self.loss <= tolerance.loss and self.grad_norm <= tolerance.grad_norm and self.weights <= tolerance.weights
         )
 
 
@@ -104,9 +101,7 @@ def problems(config: RunConfig, layout: Layout) -> list[str]:
     return violations(layout.apply(config), layout.world_size)
 
 
-def train_case(
-    config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60
-) -> TrainedCase | None:
+def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60) -> TrainedCase | None:
     """Train `train_iters` steps in the world that exists. Collective; rank 0 returns the result, the others None."""
     config = replace(layout.apply(config).resolve(), train=replace(config.train, log_interval=config.train.train_iters))
     world_size = dist.get_world_size()
@@ -185,4 +180,4 @@ def _same_bits(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 
 def _largest_relative(values: list[float], reference: list[float]) -> float:
     assert len(values) == len(reference), "the runs made different numbers of steps"
-    return max(abs(a - b) / max(abs(b), 1e-12) if np.isfinite(a) else np.inf for a, b in zip(values, reference))
+    return max(abs(a - b) / max(abs(b), 1e-12) if np.isfinite(a) else np.inf for a, b in zip(values, reference, strict=True))

@@ -150,9 +150,7 @@ class RankPool:
         """End all workers. The pool cannot be used afterwards; closing twice is harmless."""
         self._shut_down()
 
-    def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` in `world_size` ranks and return their values in rank order.
 
         `function` stands at the top level of a module, and arguments and values can be pickled. In each rank the

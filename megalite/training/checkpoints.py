@@ -36,7 +36,7 @@ def save_run(run: Run) -> Path:
         consumed_samples=run.state.consumed_samples,
         config=run.config.to_dict(),
         tensors=everything,
-        layout=dict(zip(AXES, run.grid.shape.sizes)),
+        layout=dict(zip(AXES, run.grid.shape.sizes, strict=True)),
         versions={"torch": torch.__version__, "megalite": __version__},
     )
     path = save_checkpoint(Path(run.config.output.save), tensors, manifest, run.grid.world)
@@ -52,6 +52,7 @@ def load_run(run: Run, path: Path) -> None:
     load_tensors(checkpoint, tensors, pp=run.grid.pp)
     run.optimizer.load_step(manifest.step)
     run.state.step, run.state.consumed_samples = manifest.step, manifest.consumed_samples
+    run.train_loader.consumed_samples = manifest.consumed_samples
     _check_position(run, manifest)
     get_logger().info(f"loaded {checkpoint}: step {manifest.step}, {manifest.consumed_samples} samples consumed")
 

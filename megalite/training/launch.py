@@ -24,15 +24,10 @@ import torch.distributed as dist
 
 from megalite.errors import ConfigError, MegaliteError
 
-__all__ = ["Launch", "choose_device", "guard", "init_distributed", "world_size_from_environment"]
+__all__ = ["Launch", "choose_device", "guard", "init_distributed"]
 
 _FAILURES = "megalite/failures"
 _WAIT_FOR_LAUNCHER = 5.0  # seconds that a rank which failed second leaves the launcher to notice the first one
-
-
-def world_size_from_environment() -> int:
-    """Number of ranks that torchrun launched; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -102,18 +97,21 @@ def guard(launch: Launch) -> Iterator[None]:
 
 
 def _report(launch: Launch, error: BaseException) -> None:
-    if _is_first_failure(launch.store):
-        where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
-        if isinstance(error, MegaliteError):
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            print(f"error: {where}{error}{notes}", file=sys.stderr)
-        else:
-            text = "".join(traceback.format_exception(error))
-            print(f"{where}{text}" if not where else f"{where}\n{text}", end="", file=sys.stderr)
-    else:
-        print(f"rank {launch.rank}: stopped, because another rank failed first", file=sys.stderr)
-        sys.stderr.flush()
+    if not _is_first_failure(launch.store):
+        _say(f"rank {launch.rank}: stopped, because another rank failed first\n")
         time.sleep(_WAIT_FOR_LAUNCHER)
+        return
+    where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+    if isinstance(error, MegaliteError):
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        _say(f"error: {where}{error}{notes}\n")
+    else:
+        _say(f"{where}{''.join(traceback.format_exception(error))}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _is_first_failure(store: dist.Store) -> bool:

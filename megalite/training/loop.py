@@ -51,7 +51,7 @@ def train_step(run: Run) -> StepRecord:
     """One optimizer update. Raises MegaliteError when the gradient norm is not finite (the weights are still the good ones)."""
     state, config = run.state, run.config
     run.grid.progress.doing = f"step {state.step + 1}"
-    microbatches = _to_device(run, run.train_loader.batch(state.consumed_samples))
+    microbatches = _to_device(run, run.train_loader.next_step())
     num_tokens = _count_tokens(run, microbatches)
     loss_sum = run.runtime.train_step(run.train_program, microbatches, num_tokens.clamp(min=1))
     finalize_grads(run.parameters, run.grid)

@@ -76,7 +76,14 @@ class Metrics:
     """Collects steps, reports intervals. Every rank takes part (the reduction is collective); rank 0 writes."""
 
     def __init__(
-        self, grid: Grid, *, train_iters: int, tokens_per_step: int, flops_per_token: float, metrics_file: Path | None, tensorboard_dir: str | None
+        self,
+        grid: Grid,
+        *,
+        train_iters: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        metrics_file: Path | None,
+        tensorboard_dir: str | None,
     ) -> None:
         self._grid, self._train_iters, self._tokens_per_step = grid, train_iters, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak_flops(grid.device)
@@ -114,7 +121,7 @@ class Metrics:
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / len(self._records), now
         if self._is_writer:
-            for record, loss in zip(self._records, losses):
+            for record, loss in zip(self._records, losses, strict=True):
                 self._write(record, loss, seconds)
             self._say(self._records[-1], sum(losses) / len(losses), seconds)
         self._records = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -148,13 +149,17 @@ def _edge(config: RunConfig, grid: Grid) -> Edge:
 def _build_loaders(config: RunConfig, grid: Grid) -> tuple[GlobalBatchLoader, GlobalBatchLoader | None]:
     global_batch_size = config.global_batch(grid.world_size)
     train, valid = build_datasets(config, global_batch_size, grid)
-    sizes = {
+    sizes: dict[str, Any] = {
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": global_batch_size,
         "dp_rank": grid.dp.rank,
         "dp_size": grid.dp.size,
+        "vocab_size": config.model.known_vocab_size,
     }
-    return GlobalBatchLoader(train, **sizes), None if valid is None else GlobalBatchLoader(valid, **sizes)
+    if valid is None:
+        return GlobalBatchLoader(train, **sizes), None
+    # Evaluations read the same samples each time and need no thread of their own.
+    return GlobalBatchLoader(train, **sizes), GlobalBatchLoader(valid, **sizes, prefetch=False)
 
 
 def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:

@@ -52,9 +52,7 @@ def test_chunks_keep_order_and_line_numbers(tmp_path: Path) -> None:
     path.write_bytes(b"".join(b"%d\n" % number for number in range(1, 500)))
     chunks = read(path, chunk_bytes=7)
     assert len(chunks) > 100
-    assert [chunk.where(i) for chunk in chunks for i in range(len(chunk.records))] == [
-        f"{path}:{number}" for number in range(1, 500)
-    ]
+    assert [chunk.where(i) for chunk in chunks for i in range(len(chunk.records))] == [f"{path}:{number}" for number in range(1, 500)]
     assert all(chunk.records[0] == b"%d" % chunk.first for chunk in chunks)
 
 

@@ -62,9 +62,7 @@ def naive(sizes: list[int], documents: list[int], seq_length: int, num_samples: 
 
 
 corpora = st.lists(st.integers(0, 9), min_size=1, max_size=8).flatmap(
-    lambda sizes: st.tuples(
-        st.just(sizes), st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=12), st.sampled_from("iq")
-    )
+    lambda sizes: st.tuples(st.just(sizes), st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=12), st.sampled_from("iq"))
 )
 
 
@@ -132,13 +130,9 @@ def test_unaligned_arrays_from_a_file_are_read() -> None:
     ("sizes", "documents", "seq_length", "num_samples"),
     [([3], [1], 2, 1), ([3], [-1], 2, 1), ([-3], [0], 2, 1), ([3], [0], 0, 1), ([3], [0], 2, -1), ([3], [], 2, 1)],
 )
-def test_bad_arguments_are_refused(
-    either: str, sizes: list[int], documents: list[int], seq_length: int, num_samples: int
-) -> None:
+def test_bad_arguments_are_refused(either: str, sizes: list[int], documents: list[int], seq_length: int, num_samples: int) -> None:
     with pytest.raises(ValueError):
-        sample_builder(either)(
-            np.array(sizes, dtype=np.int32), np.array(documents, dtype=np.int32), seq_length, num_samples, True
-        )
+        sample_builder(either)(np.array(sizes, dtype=np.int32), np.array(documents, dtype=np.int32), seq_length, num_samples, True)
 
 
 @pytest.mark.parametrize("case", BLENDS, ids=lambda case: case["key"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def assert_same_files(prefix: Path, golden: str) -> None:
         assert Path(f"{prefix}.{suffix}").read_bytes() == (GOLDEN / f"{golden}.{suffix}").read_bytes(), suffix
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
+def write(prefix: Path, documents: Iterable[list[int]], dtype: str = "uint16") -> Path:
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents:
             writer.add_document(document)
@@ -112,15 +113,17 @@ def assert_equal_to(prefix: Path, documents: list[list[int]]) -> None:
 def test_merging_refuses_what_it_would_damage(tmp_path: Path) -> None:
     write(tmp_path / "old", [[1, 2]])
     with (
-        pytest.raises(DataError, match="uint16 ids to .* with int32 ids"),
+        pytest.raises(DataError, match=r"uint16 ids to .* with int32 ids"),
         IndexedDatasetWriter(tmp_path / "a", "int32") as writer,
     ):
         writer.add_index(tmp_path / "old")
     with pytest.raises(DataError, match="modes"), IndexedDatasetWriter(tmp_path / "a", "int32") as writer:
         writer.add_index(GOLDEN / "multimodal_int32")
-    with pytest.raises(DataError, match="1 sequences.*end_document"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
-        writer.add_sequence([3])
+    writer = IndexedDatasetWriter(tmp_path / "a", "u2")
+    writer.add_sequence([3])
+    with pytest.raises(DataError, match=r"1 sequences.*end_document"):
         writer.add_index(tmp_path / "old")
+    writer.abort()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
 
 
@@ -134,7 +137,7 @@ def test_round_trip_in_every_dtype(tmp_path: Path, documents: list[list[int]], d
     assert data.dtype == np.dtype(dtype)
     assert [ids.tolist() for ids in data] == [document for document in documents if document]
     bounds = data.document_indices.tolist()
-    read = [sum((data[i].tolist() for i in range(*pair)), []) for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+    read = [[token for i in range(*pair) for token in data[i].tolist()] for pair in itertools.pairwise(bounds)]
     assert read == documents
 
 
@@ -185,9 +188,7 @@ def shorten(content: bytearray) -> None:
         ("bin", bytearray.clear, "has 0 bytes"),
     ],
 )
-def test_damage_is_found_when_opening(
-    suffix: str, damage: Callable[[bytearray], None], message: str, tmp_path: Path
-) -> None:
+def test_damage_is_found_when_opening(suffix: str, damage: Callable[[bytearray], None], message: str, tmp_path: Path) -> None:
     for name in ("b_uint16.bin", "b_uint16.idx"):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     path = tmp_path / f"b_uint16.{suffix}"
@@ -222,9 +223,8 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_id_that_does_not_fit_is_refused(dtype: str, ids: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message), IndexedDatasetWriter(tmp_path / "new", dtype) as writer:
-        writer.add_document([1, 2])
-        writer.add_document(ids)
+    with pytest.raises(DataError, match=message):
+        write(tmp_path / "new", [[1, 2], ids], dtype)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,9 +248,13 @@ def test_an_open_document_is_refused(tmp_path: Path) -> None:
 
 def test_an_exception_keeps_the_old_dataset(tmp_path: Path) -> None:
     prefix = write(tmp_path / "old", [[1, 2]])
-    with pytest.raises(RuntimeError, match="worker"), IndexedDatasetWriter(prefix, "uint16") as writer:
-        writer.add_document([9])
+
+    def documents() -> Iterator[list[int]]:
+        yield [9]
         raise RuntimeError("worker died")
+
+    with pytest.raises(RuntimeError, match="worker died"):
+        write(prefix, documents())
     assert_equal_to(prefix, [[1, 2]])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.bin", "old.idx"]
     assert_equal_to(write(prefix, [[3]]), [[3]])

@@ -36,14 +36,10 @@ def test_equals_megatron(case: dict[str, Any]) -> None:
 def test_every_micro_batch_is_read_once_and_is_the_same_in_every_layout(
     consumed: int, micro_batch_size: int, dp_size: int, num_local: int
 ) -> None:
-    sizes = dict(global_batch_size=micro_batch_size * dp_size * num_local, micro_batch_size=micro_batch_size)
-    alone = {
-        batch.index: batch.samples for batch in step_micro_batches(consumed, dp_rank=0, dp_size=1, **sizes)
-    }
+    sizes = {"global_batch_size": micro_batch_size * dp_size * num_local, "micro_batch_size": micro_batch_size}
+    alone = {batch.index: batch.samples for batch in step_micro_batches(consumed, dp_rank=0, dp_size=1, **sizes)}
     assert [i for k in sorted(alone) for i in alone[k]] == list(range(consumed, consumed + sizes["global_batch_size"]))
-    shared = [
-        [*step_micro_batches(consumed, dp_rank=rank, dp_size=dp_size, **sizes)] for rank in range(dp_size)
-    ]
+    shared = [[*step_micro_batches(consumed, dp_rank=rank, dp_size=dp_size, **sizes)] for rank in range(dp_size)]
     assert {batch.index: batch.samples for batches in shared for batch in batches} == alone
     for rank, batches in enumerate(shared):
         assert [batch.index for batch in batches] == [global_micro_batch(j, rank, dp_size) for j in range(num_local)]

@@ -183,9 +183,7 @@ def test_hf_settings_of_the_file_do_not_cut_text(tmp_path: Path) -> None:
     backend.enable_padding(length=50)
     backend.save(str(folder / "tokenizer.json"))
     text = "The quick brown fox"
-    assert build_tokenizer("hf", folder).encode_batch([text, "a"]) == build_tokenizer("hf", HF).encode_batch(
-        [text, "a"]
-    )
+    assert build_tokenizer("hf", folder).encode_batch([text, "a"]) == build_tokenizer("hf", HF).encode_batch([text, "a"])
 
 
 def test_hf_size_counts_added_tokens(tmp_path: Path) -> None:

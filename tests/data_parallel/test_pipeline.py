@@ -43,9 +43,7 @@ def train_bits(sizes: dict[str, int], zero: int, in_flight: int) -> dict:
     return bits
 
 
-@pytest.mark.parametrize(
-    ("sizes", "zero"), [({"dp_shard": 3}, 2), ({"dp_replicate": 3}, 0), ({"tp": 4}, 0), ({"dp_shard": 2, "tp": 2}, 3)]
-)
+@pytest.mark.parametrize(("sizes", "zero"), [({"dp_shard": 3}, 2), ({"dp_replicate": 3}, 0), ({"tp": 4}, 0), ({"dp_shard": 2, "tp": 2}, 3)])
 def test_gradients_norm_and_weights_have_the_same_bits_for_every_split(sizes: dict[str, int], zero: int) -> None:
     ranks = torch.tensor(list(sizes.values())).prod().item()
     whole, split = {}, {}

@@ -13,9 +13,7 @@ from tests.data_parallel import toy
 from tests.ranks import run_ranks
 
 PER_RANK, STEPS, LR = 3, 3, 0.02
-CONFIG = OptimConfig(
-    adam_eps=1e-3
-)  # Adam divides by roots of squares: with a tiny eps, rounding of tiny gradients would show
+CONFIG = OptimConfig(adam_eps=1e-3)  # Adam divides by roots of squares: with a tiny eps, rounding of tiny gradients would show
 
 
 def layout(zero: int, dp: int, tp: int) -> dict[str, int]:

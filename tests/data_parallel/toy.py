@@ -35,9 +35,7 @@ NUM_LAYERS, SEED = 3, 7
 TIED = "embedding.weight"
 
 
-def _add(
-    module: nn.Module, name: str, shape: Sequence[int], tp: Axis, role: Role, dim: int | None = None, **info: object
-) -> None:
+def _add(module: nn.Module, name: str, shape: Sequence[int], tp: Axis, role: Role, dim: int | None = None, **info: object) -> None:
     values = {"init": "normal", "std": 0.3} if len(shape) == 2 else {"init": "ones"}
     record = ParameterInfo(role=role, **values, **info)  # type: ignore[arg-type]
     add_parameter(module, name, shape, tp=tp, shard_dim=dim, info=record, device="meta")

@@ -54,9 +54,7 @@ def tiny_batch(first_sample: int = 0, vocab_size: int = 131) -> MicroBatch:
     )
 
 
-def tiny_stages(
-    config: ModelConfig, num_stages: int = 1, tp: Axis | None = None, *, sequence_parallel: bool = False
-) -> list[GPTStage]:
+def tiny_stages(config: ModelConfig, num_stages: int = 1, tp: Axis | None = None, *, sequence_parallel: bool = False) -> list[GPTStage]:
     """All stages of the model, with initial values, on the CPU."""
     ctx = ParallelContext(tp=tp or Axis.single(), sequence_parallel=sequence_parallel, device="meta")
     return [

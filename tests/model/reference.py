@@ -24,9 +24,7 @@ def reference_logits(params: Parameters, config: ModelConfig, tokens: Tensor, po
         x = x + params["embedding.position.weight"][positions]
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
-        x = x + _attention(
-            params, config, f"{name}.attention", _norm(params, config, f"{name}.attention_norm", x), positions
-        )
+        x = x + _attention(params, config, f"{name}.attention", _norm(params, config, f"{name}.attention_norm", x), positions)
         x = x + _mlp(params, config, f"{name}.mlp", _norm(params, config, f"{name}.mlp_norm", x))
     tied = not config.untie_embeddings_and_output_weights
     output = params["embedding.word.weight" if tied else "head.output.weight"]
@@ -56,9 +54,7 @@ def _turn(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
     """x [B, S, heads, D]: channels i and i + R/2 are one complex number, which is multiplied by exp(i * angle)."""
     size = int(config.head_dim * config.rotary_percent)
     half = size // 2
-    angles = [
-        [[p * config.rotary_base ** (-2 * i / size) for i in range(half)] for p in row] for row in positions.tolist()
-    ]
+    angles = [[[p * config.rotary_base ** (-2 * i / size) for i in range(half)] for p in row] for row in positions.tolist()]
     turn = torch.polar(torch.ones(*positions.shape, half), torch.tensor(angles))
     turned = torch.complex(x[..., :half].contiguous(), x[..., half:size].contiguous()) * turn[:, :, None]
     return torch.cat([turned.real, turned.imag, x[..., size:]], dim=-1)
@@ -66,9 +62,7 @@ def _turn(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
 
 def _attention(params: Parameters, config: ModelConfig, name: str, x: Tensor, positions: Tensor) -> Tensor:
     batch, length, _ = x.shape
-    q, k, v = (
-        _linear(params, f"{name}.{part}_proj", x).view(batch, length, -1, config.head_dim) for part in ("q", "k", "v")
-    )
+    q, k, v = (_linear(params, f"{name}.{part}_proj", x).view(batch, length, -1, config.head_dim) for part in ("q", "k", "v"))
     if config.position_embedding_type == "rope":
         q, k = _turn(q, positions, config), _turn(k, positions, config)
     later = torch.ones(length, length).triu(1).bool()

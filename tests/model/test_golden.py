@@ -98,9 +98,7 @@ def test_logits_agree_with_the_other_implementation(name: str) -> None:
     example = np.load(GOLDEN / name / "io.npz")
     tokens = torch.from_numpy(example["input_ids"]).long()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    batch = MicroBatch(
-        tokens=tokens, labels=tokens, loss_mask=torch.ones(tokens.shape), position_ids=positions, first_sample=0
-    )
+    batch = MicroBatch(tokens=tokens, labels=tokens, loss_mask=torch.ones(tokens.shape), position_ids=positions, first_sample=0)
     with torch.no_grad():
         logits = stage.logits(None, batch)[..., :99].transpose(0, 1)
     np.testing.assert_allclose(logits.numpy(), example["logits"], atol=1e-4, rtol=0)

@@ -57,9 +57,7 @@ def test_equals_the_plain_formulas(name: str) -> None:
     for key, grad in full_gradients(stage).items():
         expected_grad = params[key].grad
         assert expected_grad is not None
-        torch.testing.assert_close(
-            grad, expected_grad, atol=1e-4, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_loss_leaves_out_masked_positions_and_the_padded_vocabulary() -> None:

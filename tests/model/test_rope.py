@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def test_frequencies_are_the_reference_implementation_s() -> None:
     arrays = np.load(GOLDEN / "rope_inv_freq.npz")
-    cases = [case for case in json.loads((GOLDEN / "rope_inv_freq.json").read_text())]
+    cases = list(json.loads((GOLDEN / "rope_inv_freq.json").read_text()))
     linear = [case for case in cases if case["rope_parameters"]["rope_type"] == "linear"]
     assert linear
     for case in linear:

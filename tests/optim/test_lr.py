@@ -45,9 +45,7 @@ def test_cosine() -> None:
 def test_wsd_decays_in_the_last_steps_only(shape: str, left: list[float]) -> None:
     settings = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": shape, "lr_warmup_iters": 2}
     assert rates(12, [0, 1, 2, 7], **settings) == [0.5, 1.0, 1.0, 1.0]
-    assert rates(12, [8, 9, 10, 11, 12, 99], **settings) == pytest.approx(
-        [0.2 + 0.8 * part for part in left] + [0.2, 0.2]
-    )
+    assert rates(12, [8, 9, 10, 11, 12, 99], **settings) == pytest.approx([0.2 + 0.8 * part for part in left] + [0.2, 0.2])
 
 
 def test_wsd_decay_longer_than_the_run_begins_after_warmup() -> None:

@@ -72,9 +72,7 @@ def test_neighbours_on_one_rank_hand_over_locally() -> None:
     assert all(isinstance(step, Compute) for step in lower(interleaved_one_f_one_b(1, 3, 2)).instructions[0])
 
 
-@pytest.mark.parametrize(
-    "schedule", [gpipe(3, 5), one_f_one_b(3, 5), interleaved_one_f_one_b(3, 7, 2), forward_only(3, 5)]
-)
+@pytest.mark.parametrize("schedule", [gpipe(3, 5), one_f_one_b(3, 5), interleaved_one_f_one_b(3, 7, 2), forward_only(3, 5)])
 def test_computes_are_the_schedule_and_transfers_are_counted(schedule: Schedule) -> None:
     program = lower(schedule)
     for rank, order in enumerate(schedule.orders):

@@ -62,12 +62,10 @@ def test_interleaved_two_ranks_four_microbatches() -> None:
 def test_interleaved_four_ranks_eight_microbatches() -> None:
     schedule = interleaved_one_f_one_b(4, 8, 2)
     assert order(schedule, 0) == (
-        "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b F5b B3b F6b B0a F7b B1a B2a B3a B4b B5b B6b "
-        "B7b B4a B5a B6a B7a"
+        "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b F5b B3b F6b B0a F7b B1a B2a B3a B4b B5b B6b B7b B4a B5a B6a B7a"
     )
     assert order(schedule, 3) == (
-        "F0a F1a F2a F3a F0b B0b F1b B1b F2b B2b F3b B3b F4a B0a F5a B1a F6a B2a F7a B3a F4b B4b F5b B5b F6b B6b F7b "
-        "B7b B4a B5a B6a B7a"
+        "F0a F1a F2a F3a F0b B0b F1b B1b F2b B2b F3b B3b F4a B0a F5a B1a F6a B2a F7a B3a F4b B4b F5b B5b F6b B6b F7b B7b B4a B5a B6a B7a"
     )
 
 

@@ -52,18 +52,14 @@ def test_1f1b(size: tuple[int, int], expected: tuple[float, tuple[int, ...]]) ->
     assert timeline.peaks == expected[1]
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), by_size((27, odd(5, 3)), (57, odd(11, 5)), (105, odd(11, 5)), (213, odd(23, 9)))
-)
+@pytest.mark.parametrize(("size", "expected"), by_size((27, odd(5, 3)), (57, odd(11, 5)), (105, odd(11, 5)), (213, odd(23, 9))))
 def test_interleaved_two_chunks(size: tuple[int, int], expected: tuple[float, tuple[int, ...]]) -> None:
     timeline = simulate(interleaved_one_f_one_b(*size, 2))
     assert timeline.makespan == expected[0]
     assert timeline.peaks == expected[1]
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), by_size((51, odd(9, 7)), (105, odd(19, 13)), (201, odd(19, 13)), (405, odd(39, 25)))
-)
+@pytest.mark.parametrize(("size", "expected"), by_size((51, odd(9, 7)), (105, odd(19, 13)), (201, odd(19, 13)), (405, odd(39, 25))))
 def test_interleaved_four_chunks(size: tuple[int, int], expected: tuple[float, tuple[int, ...]]) -> None:
     timeline = simulate(interleaved_one_f_one_b(*size, 4))
     assert timeline.makespan == expected[0]
@@ -74,9 +70,7 @@ def test_interleaved_four_chunks(size: tuple[int, int], expected: tuple[float, t
     ("num_ranks", "num_microbatches", "makespan", "peaks"),
     [(4, 2, 15, (2, 2, 2, 1)), (4, 1, 12, (1, 1, 1, 1)), (8, 4, 33, (4, 4, 4, 4, 4, 3, 2, 1))],
 )
-def test_1f1b_with_few_microbatches(
-    num_ranks: int, num_microbatches: int, makespan: float, peaks: tuple[int, ...]
-) -> None:
+def test_1f1b_with_few_microbatches(num_ranks: int, num_microbatches: int, makespan: float, peaks: tuple[int, ...]) -> None:
     timeline = simulate(one_f_one_b(num_ranks, num_microbatches))
     assert timeline.makespan == makespan
     assert timeline.peaks == peaks

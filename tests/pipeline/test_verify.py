@@ -90,9 +90,7 @@ def test_split_backward_is_right() -> None:
     assert verify(split_backward("F0 B0 F1 I1 W1")).peaks == (2, 1)  # one whole, one in halves
 
 
-@pytest.mark.parametrize(
-    ("position", "message"), [(1, r"rank 0 lacks F1 of stage 0"), (4, r"rank 0 lacks B1 of stage 0")]
-)
+@pytest.mark.parametrize(("position", "message"), [(1, r"rank 0 lacks F1 of stage 0"), (4, r"rank 0 lacks B1 of stage 0")])
 def test_missing_action(position: int, message: str) -> None:
     schedule = one_f_one_b(2, 4)
     order = list(schedule.orders[0])

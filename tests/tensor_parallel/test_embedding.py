@@ -48,9 +48,7 @@ def test_embedding_equals_a_plain_one(tp: int, sequence_parallel: bool, dtype: t
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
-    layer = VocabParallelEmbedding(
-        PADDED, H, ParallelContext(Axis.single(), False), std=0.02, valid_rows=VOCAB, shared_over_pp=True
-    )
+    layer = VocabParallelEmbedding(PADDED, H, ParallelContext(Axis.single(), False), std=0.02, valid_rows=VOCAB, shared_over_pp=True)
     load(layer, weight=random((PADDED, H), torch.float32, 1))
     assert_near(layer(torch.tensor([[VOCAB - 1]]))[0, 0], layer.weight[VOCAB - 1].detach(), "last row")
     with pytest.raises(DataError, match="from 3 to 37, but the vocabulary has 37"):

@@ -215,9 +215,7 @@ def check_saved_memory() -> None:
     x = torch.ones(S // 2, B, IN, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         column_parallel_layers(x, layers)
-    assert sorted(tuple(tensor.shape) for tensor in saved) == sorted(
-        [(S // 2, B, IN), *((out // 2, IN) for out in OUTS)]
-    )
+    assert sorted(tuple(tensor.shape) for tensor in saved) == sorted([(S // 2, B, IN), *((out // 2, IN) for out in OUTS)])
 
 
 def test_sequence_parallel_saves_the_sharded_input() -> None:

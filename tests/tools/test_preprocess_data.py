@@ -145,9 +145,7 @@ def test_killed_worker_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("number", "code", "kept"), [(signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 0), (signal.SIGKILL, -9, 1)]
-)
+@pytest.mark.parametrize(("number", "code", "kept"), [(signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 0), (signal.SIGKILL, -9, 1)])
 def test_stopped_run_leaves_no_workers(tmp_path: Path, number: int, code: int, kept: int) -> None:
     arguments = ["--output-prefix", tmp_path / "o", "--tokenizer-type", "bytes", "--workers", 2, "--chunk-bytes", 1000]
     process = start("--input", "-", *arguments)
@@ -200,9 +198,7 @@ def test_training_failures_are_one_line(tmp_path: Path) -> None:
         ([], "error: a bpe model needs --vocab-size"),
         (["--model-type", "chars", "--vocab-size", 5], "error: the size of a chars vocabulary follows"),
     ):
-        code, out, err = tool(
-            "train_tokenizer", "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "t", *options
-        )
+        code, out, err = tool("train_tokenizer", "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "t", *options)
         assert (code, out) == (1, "")
         assert err.startswith(message)
         assert err.count("\n") == 1

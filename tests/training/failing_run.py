@@ -1,6 +1,6 @@
 """A run in which one rank raises in the middle of a step (started by test_programs through torchrun).
 
-    failing_run.py RANK KIND ARGUMENTS...      KIND: python (a bug) or user (a MegaliteError)
+failing_run.py RANK KIND ARGUMENTS...      KIND: python (a bug) or user (a MegaliteError)
 """
 
 from __future__ import annotations
