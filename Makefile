@@ -1,6 +1,6 @@
 # make venv   create .venv with the pinned dependencies and megalite in editable form
 # make test   the whole test suite
-# make lint   ruff (lint and format) and pyright
+# make lint   ruff (lint and format) and basedpyright
 # make demo   the demonstration, on CPU
 # make bench  the benchmarks
 # make clean  remove everything that was built (make venv brings it back)
@@ -33,7 +33,7 @@ test: venv
 lint: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 demo: venv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh

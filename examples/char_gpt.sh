@@ -27,5 +27,5 @@ python tools/train_tokenizer.py --input "$text" --model-type chars --output-pref
 python tools/preprocess_data.py --input "$out/train.txt" "$out/valid.txt" --output-prefix "$out/shakespeare" \
     --tokenizer-type chars --tokenizer-model "$out/chars.json" --workers 1
 python pretrain_gpt.py --config examples/char_gpt.toml --data-path "$out/shakespeare_text_document" \
-    --tokenizer-type chars --tokenizer-model "$out/chars.json" --save "$out/checkpoints" "$@"
-python tools/plot_metrics.py "$out/checkpoints/metrics.jsonl" --output "$out/loss.png" --text
+    --tokenizer-type chars --tokenizer-model "$out/chars.json" --save "$out" "$@"
+python tools/plot_metrics.py "$out/metrics.jsonl" --output "$out/loss.png" --text

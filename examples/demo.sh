@@ -41,12 +41,12 @@ run torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --dev
     --micro-batch-size 4 --global-batch-size 8 --train-iters 1000 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 50 \
     --data-path "$out/shakespeare_text_document" --split 95,5 --eval-interval 200 --eval-iters 40 \
     --tokenizer-type sentencepiece --tokenizer-model "$out/tokenizer.model" \
-    --log-interval 50 --save "$out/run" "$@"
+    --log-interval 50 --save "$out/tp2_pp2" "$@"
 
 heading '4. The loss'
-run python tools/plot_metrics.py "$out/run/metrics.jsonl" --output "$out/loss.png" --text
+run python tools/plot_metrics.py "$out/tp2_pp2/metrics.jsonl" --output "$out/loss.png" --text
 
 heading '5. The checkpoint of four ranks, loaded by one: it continues a text'
-run python tools/generate.py --load "$out/run" --prompt $'HAMLET.\nTo be, or not to be' --max-new-tokens 200 --temperature 0.8 --device cpu
+run python tools/generate.py --load "$out/tp2_pp2" --prompt $'HAMLET.\nTo be, or not to be' --max-new-tokens 200 --temperature 0.8 --device cpu
 
 heading "Done: tokenizer, data, checkpoint and loss.png are in $out"

@@ -141,20 +141,29 @@ def run_megalite(config: RunConfig, layout: Layout, steps: int, threads: int) ->
     return statistics.median(seconds[1:])
 
 
+def tiny(config: RunConfig) -> RunConfig:
+    model = replace(
+        config.model, vocab_size=128, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48
+    )
+    return replace(config, model=model, data=replace(config.data, seq_length=16))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="times that every contender runs (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of one run (default 4)")
+    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that everything runs; its figures say nothing")
     arguments = parser.parse_args()
+    config = tiny(CONFIG) if arguments.tiny else CONFIG
     seconds: dict[str, list[float]] = {PLAIN: [], **{name: [] for name in LAYOUTS}}
     with RankPool(max_ranks=2) as pool:
         for _ in range(arguments.rounds):
-            seconds[PLAIN] += pool.run(run_plain, 1, CONFIG, arguments.steps, 2, timeout=600)
+            seconds[PLAIN] += pool.run(run_plain, 1, config, arguments.steps, 2, timeout=600)
             for name, layout in LAYOUTS.items():
                 threads = 2 // layout.world_size
-                seconds[name].append(max(pool.run(run_megalite, layout.world_size, CONFIG, layout, arguments.steps, threads, timeout=600)))
+                seconds[name].append(max(pool.run(run_megalite, layout.world_size, config, layout, arguments.steps, threads, timeout=600)))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    tokens = CONFIG.global_batch(1) * CONFIG.data.seq_length
+    tokens = config.global_batch(1) * config.data.seq_length
     print(f"{'':30s} {'s/step':>8s} {'tokens/s':>9s} {'speed against plain':>20s}")
     for name, median in medians.items():
         print(f"{name:30s} {median:8.3f} {tokens / median:9,.0f} {medians[PLAIN] / median:20.2f}")

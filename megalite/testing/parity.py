@@ -12,13 +12,12 @@ Decisions
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megalite import comm
 from megalite.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
@@ -124,14 +123,24 @@ def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, 
 
 def full_weights(run: Run) -> dict[str, np.ndarray]:
     """All logical weights as whole arrays. Collective over the world."""
-    mine: dict[str, Any] = {}
-    for item in run.parameters:
-        value = item.parameter.detach()
-        mine[item.name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu().numpy()
+    local = {item.name: item.local.detach().cpu().numpy() for item in run.parameters}
+    split_dims = {item.name: item.parameter.placements[-1].dim for item in run.parameters if item.tp_sharded}  # type: ignore[union-attr]
+    # The order of cuts undone: data parallelism cut dimension 0 of what tp had left, so its parts are joined first.
+    over_dp = _join(comm.all_gather_object(local, run.grid.dp_shard), dict.fromkeys(local, 0))
+    over_tp = _join(comm.all_gather_object(over_dp, run.grid.tp), split_dims)
     everything: dict[str, np.ndarray] = {}
-    for part in comm.all_gather_object(mine, run.grid.pp):
+    for part in comm.all_gather_object(over_tp, run.grid.pp):
         everything.update(part)
     return everything
+
+
+def _join(parts: list[dict[str, np.ndarray]], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Every array's parts of all ranks along its dimension; the first rank's where it has none."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: np.concatenate([part[name] for part in parts], axis=dims[name]) if name in dims else value for name, value in parts[0].items()
+    }
 
 
 def _mask_some_positions(run: Run, masked_fraction: float) -> None:

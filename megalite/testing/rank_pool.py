@@ -216,7 +216,7 @@ class RankPool:
         )
         process.start()
         theirs.close()  # the worker holds the only other end: when it dies, our end says so
-        return _Worker(process, ours, stack_path)
+        return _Worker(process, ours, stack_path)  # pyright: ignore[reportArgumentType] (Pipe gives Connections on Unix)
 
     def _discard(self, workers: list[_Worker]) -> None:
         for worker in workers:

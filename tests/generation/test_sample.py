@@ -131,7 +131,7 @@ def test_settings_without_a_meaning_are_refused(changes: dict, words: str) -> No
 
 def test_wrong_prompts_are_refused() -> None:
     stage = tiny_stage(tiny_run())
-    with pytest.raises(ConfigError, match="2 settings are wrong.*\n.*top_k is -3.*\n.*the prompt has no tokens"):
+    with pytest.raises(ConfigError, match=r"2 settings are wrong.*\n.*top_k is -3.*\n.*the prompt has no tokens"):
         generate(stage, [], max_new_tokens=3, top_k=-3)
     with pytest.raises(DataError, match="holds token 257, but the model's vocabulary ends at 256"):
         generate(stage, [1, 257], max_new_tokens=3)
