@@ -69,7 +69,21 @@ def test_lint_is_clean() -> None:
 
 def test_demo_trains_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    result = run([str(ROOT / "examples/demo.sh"), str(out), "--train-iters", "20", "--eval-interval", "10", "--eval-iters", "2"], ROOT)
+    result = run(
+        [
+            str(ROOT / "examples/demo.sh"),
+            str(out),
+            "--train-iters",
+            "20",
+            "--lr-warmup-iters",
+            "2",
+            "--eval-interval",
+            "10",
+            "--eval-iters",
+            "2",
+        ],
+        ROOT,
+    )
     assert (out / "loss.png").stat().st_size > 0
     assert "HAMLET." in result.stdout
     assert "validation loss" in result.stderr
@@ -78,7 +92,7 @@ def test_demo_trains_and_writes(tmp_path: Path) -> None:
 
 def test_char_gpt_example_runs(tmp_path: Path) -> None:
     out = tmp_path / "char"
-    result = run([str(ROOT / "examples/char_gpt.sh"), str(out), "--train-iters", "4", "--eval-iters", "2"], ROOT)
+    result = run([str(ROOT / "examples/char_gpt.sh"), str(out), "--train-iters", "4", "--lr-warmup-iters", "1", "--eval-iters", "2"], ROOT)
     assert "validation loss" in result.stderr
 
 

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def read_config(path: Path | None, steps: int) -> RunConfig:
-    """The model and batch to check, on CPU in fp32 and without dropout-free assumptions: all else is kept."""
+    """The model and batch to check, on CPU in fp32, at a constant learning rate, on pseudo-random tokens where it names no data."""
     from megalite.testing.parity import tiny_config
 
     config = tiny_config()
@@ -69,7 +69,9 @@ def read_config(path: Path | None, steps: int) -> RunConfig:
         config = parse_run_config(["--config", str(path)], prog="parity.py", description="")
     train = replace(config.train, train_iters=steps, precision="fp32", device="cpu", eval_interval=None)
     output = replace(config.output, save=None, load=None, save_interval=None, metrics_file=None, tensorboard_dir=None)
-    return replace(config, train=train, output=output)
+    optim = replace(config.optim, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=None)
+    data = config.data if config.data.data_path else replace(config.data, mock_data=True)
+    return replace(config, train=train, output=output, optim=optim, data=data)
 
 
 def run_matrix(config: RunConfig, arguments: argparse.Namespace) -> list[Row]:

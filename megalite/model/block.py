@@ -2,9 +2,8 @@
 
 Decisions:
 - Pre-norm; the residual stream stays in the type of the computation.
-- What all blocks of one micro-batch share (rotation, where dropout's random numbers come from) travels in a `Pass`,
-  not as separate tensors: mixed-precision wrappers cast the floating-point arguments of a block, and the rotation
-  must stay fp32.
+- What all blocks of one micro-batch share (rotation, where dropout's random numbers come from) travels in a `Pass`.
+  The rotation in it stays fp32: `data_parallel/` does not let its wrapper cast a block's arguments.
 - Under sequence parallelism, norms, dropout and residual see this tp rank's share of the sequence (their masks differ
   over tp); otherwise every tp rank computes the same there (their masks agree).
 

@@ -61,15 +61,14 @@ class GPTStage(nn.Module):
         rotation = self.rotary(batch.position_ids) if self.rotary is not None else None
         shared = Pass(rotation, self.seed, batch.first_sample)
         assert (x is None) == (self.embedding is not None), "hidden states come in exactly where no embedding is"
-        if self.embedding is not None:
-            x = self.embedding(batch, shared)
-        assert x is not None
+        hidden = x if self.embedding is None else self.embedding(batch, shared)
+        assert hidden is not None
         for block in self.layers.values():
-            x = block(x, shared)
+            hidden = block(hidden, shared)
         if self.head is None:
             assert not return_logits, "this stage has no head"
-            return x
-        logits = self.head(x, self._tied_weight())
+            return hidden
+        logits = self.head(hidden, self._tied_weight())
         return logits if return_logits else self._loss_sum(logits, batch)
 
     def logits(self, x: Tensor | None, batch: MicroBatch) -> Tensor:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
 
+from megalite.data_parallel.shard import shard_stage
+from megalite.grid import Grid, GridShape
 from megalite.model.block import Pass
 from megalite.model.rope import Rotary, Rotation, rope_frequencies, rotate
 from tests.model.helpers import tiny_batch, tiny_config, tiny_stages
@@ -97,18 +97,15 @@ def test_a_bf16_cast_of_the_module_does_not_reach_the_angles() -> None:
 
 
 def rotations_under_fsdp() -> tuple[list[tuple[torch.dtype, Rotation]], torch.dtype]:
+    grid = Grid.build(GridShape(dp_shard=torch.distributed.get_world_size()))
     stage = tiny_stages(tiny_config())[0]
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for _, unit in stage.units():
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(stage, mesh=mesh, mp_policy=policy)
+    shard_stage(stage, stage.units(), grid, zero=3, compute_dtype=torch.bfloat16, materialize=lambda _prefix, _module: None)
     seen = seen_rotations(stage)
     loss = stage(None, tiny_batch())
     return seen, loss.dtype
 
 
-def test_fsdp_s_mixed_precision_does_not_reach_the_angles() -> None:
+def test_mixed_precision_does_not_reach_the_angles() -> None:
     expected = Rotary(6, 10000.0)(tiny_batch().position_ids)
     for seen, loss_dtype in run_ranks(rotations_under_fsdp, 2):
         assert loss_dtype == torch.float32

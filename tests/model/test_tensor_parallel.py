@@ -29,6 +29,9 @@ CASES = [  # (tp, sequence parallel, changes of the configuration)
     (4, True, dict(**GPT_STYLE, num_query_groups=4, untie_embeddings_and_output_weights=False)),
 ]
 
+ROUNDING = 5e-6
+"""What is left of a gradient that is zero but for rounding: that of the key bias without rotation."""
+
 
 def cut_model(tp: int, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Any] | None:
     grid = Grid.build(GridShape(tp=tp))
@@ -69,12 +72,11 @@ def test_cut_model_equals_the_whole_one(tp: int, sequence_parallel: bool, change
     expected = full_gradients(whole)
     assert cut["grads"].keys() == expected.keys()
     for name, grad in expected.items():
-        assert relative_error(cut["grads"][name], grad) < 2e-5, name
+        assert error(cut["grads"][name], grad) < 2e-5 * grad.norm().item() + ROUNDING, name
 
 
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Of the whole tensor; rounding of exact zeros (the key bias without rotation) does not count."""
-    return ((value - expected).norm() / (expected.norm() + 1e-3)).item()
+def error(value: Tensor, expected: Tensor) -> float:
+    return (value - expected).norm().item()
 
 
 def dropout_losses(sequence_parallel: bool) -> tuple[float, float]:
