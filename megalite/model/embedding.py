@@ -11,13 +11,13 @@ Legend: S sequence, B micro-batch, H hidden, P positions.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.data.batch import MicroBatch
 from megalite.errors import ConfigError
 from megalite.model.block import Pass, residual_split
+from megalite.tensor_parallel.deferral import deferrable_embedding
 from megalite.tensor_parallel.layers import VocabParallelEmbedding
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, add_parameter, to_local
 from megalite.tensor_parallel.rng import dropout
@@ -36,7 +36,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         if config.max_position_embeddings is None:
             raise ConfigError("learned positions need max_position_embeddings: set it to the longest sequence")
-        self.split_over = residual_split(ctx)
+        self.split_over, self.weight_grads = residual_split(ctx), ctx.weight_grads
         info = ParameterInfo(role="position", init="normal", std=config.init_method_std, partial_over_tp=ctx.sequence_parallel)
         shape = (config.max_position_embeddings, config.hidden_size)
         add_parameter(self, "weight", shape, tp=ctx.tp, shard_dim=None, info=info, device=ctx.device)
@@ -46,7 +46,7 @@ class PositionEmbedding(nn.Module):
         positions_SB = positions.t()
         if self.split_over is not None:
             positions_SB = positions_SB.chunk(self.split_over.size)[self.split_over.rank]
-        return F.embedding(positions_SB, to_local(self.weight))
+        return deferrable_embedding(positions_SB, to_local(self.weight), self.weight_grads)
 
 
 class Embedding(nn.Module):

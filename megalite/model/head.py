@@ -55,4 +55,4 @@ class Head(nn.Module):
             return self.output(x)
         assert tied_weight is not None, "a tied head beside the embedding is handed its weight"
         ctx = self.ctx
-        return column_parallel(x, [to_local(tied_weight)], [None], ctx.tp, ctx.sequence_parallel)[0]
+        return column_parallel(x, [to_local(tied_weight)], [None], ctx.tp, ctx.sequence_parallel, ctx.weight_grads)[0]

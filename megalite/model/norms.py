@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.tensor_parallel.deferral import add_later
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, add_parameter, to_local
 
 __all__ = ["LayerNorm", "RMSNorm", "build_norm"]
@@ -30,11 +31,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, epsilon: float, ctx: ParallelContext) -> None:
         super().__init__()
-        self.size, self.epsilon = size, epsilon
+        self.size, self.epsilon, self.weight_grads = size, epsilon, ctx.weight_grads
         _add_norm_parameter(self, "weight", size, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.size,), to_local(self.weight), self.epsilon)
+        return F.rms_norm(x, (self.size,), add_later(to_local(self.weight), self.weight_grads), self.epsilon)
 
 
 class LayerNorm(nn.Module):
@@ -45,12 +46,13 @@ class LayerNorm(nn.Module):
 
     def __init__(self, size: int, epsilon: float, ctx: ParallelContext) -> None:
         super().__init__()
-        self.size, self.epsilon = size, epsilon
+        self.size, self.epsilon, self.weight_grads = size, epsilon, ctx.weight_grads
         _add_norm_parameter(self, "weight", size, ctx)
         _add_norm_parameter(self, "bias", size, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.size,), to_local(self.weight), to_local(self.bias), self.epsilon)
+        weight, bias = (add_later(to_local(p), self.weight_grads) for p in (self.weight, self.bias))
+        return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
 
 
 def _add_norm_parameter(module: nn.Module, name: str, size: int, ctx: ParallelContext) -> None:

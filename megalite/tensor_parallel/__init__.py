@@ -1,6 +1,7 @@
 """Tensor parallelism: parameters cut over tp, the layers that hold them, and the loss on cut logits."""
 
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from megalite.tensor_parallel.deferral import DeferredGrads, WeightGradQueue
 from megalite.tensor_parallel.init import init_module_, init_parameter_
 from megalite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -31,12 +32,14 @@ from megalite.tensor_parallel.rng import DropoutKey, dropout, seed_dropout
 
 __all__ = [
     "ColumnParallelLinear",
+    "DeferredGrads",
     "DropoutKey",
     "ParallelContext",
     "ParameterInfo",
     "Role",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "WeightGradQueue",
     "add_parameter",
     "column_parallel",
     "column_parallel_layers",

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.errors import ConfigError, DataError
+from megalite.tensor_parallel.deferral import deferrable_embedding
 from megalite.tensor_parallel.linear import column_parallel, row_parallel
 from megalite.tensor_parallel.mappings import reduce_from_tp, reduce_scatter_to_sp
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, Role, add_parameter, to_local
@@ -61,7 +61,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         tp = ctx.tp
         self.in_features, self.out_features = in_features, out_features
-        self.tp, self.sequence_parallel = tp, ctx.sequence_parallel
+        self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         self.num_shards = num_shards
         self.is_whole = num_shards is not None and num_shards < tp.size
         _check_shards(out_features, num_shards, tp.size)
@@ -123,7 +123,7 @@ def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear]) ->
     first = layers[0]
     weights = [layer.local_weight() for layer in layers]
     biases = [layer.local_bias() for layer in layers]
-    return column_parallel(x, weights, biases, first.tp, first.sequence_parallel)
+    return column_parallel(x, weights, biases, first.tp, first.sequence_parallel, first.weight_grads)
 
 
 class RowParallelLinear(nn.Module):
@@ -139,7 +139,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         tp = ctx.tp
         self.in_features, self.out_features = in_features, out_features
-        self.tp, self.sequence_parallel = tp, ctx.sequence_parallel
+        self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         info = ParameterInfo(role="linear", init="normal", std=std)
         add_parameter(self, "weight", (out_features, in_features), tp=tp, shard_dim=1, info=info, device=ctx.device)
         if bias:
@@ -151,7 +151,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism."""
         bias = None if self.bias is None else to_local(self.bias)
-        return row_parallel(x, to_local(self.weight), bias, self.tp, self.sequence_parallel)
+        return row_parallel(x, to_local(self.weight), bias, self.tp, self.sequence_parallel, self.weight_grads)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
@@ -174,7 +174,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.valid_rows = num_embeddings, embedding_dim, valid_rows
-        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.tp, self.sequence_parallel, self.weight_grads = ctx.tp, ctx.sequence_parallel, ctx.weight_grads
         info = ParameterInfo(role="embedding", init="normal", std=std, valid_rows=valid_rows, shared_over_pp=shared_over_pp)
         shape = (num_embeddings, embedding_dim)
         add_parameter(self, "weight", shape, tp=ctx.tp, shard_dim=0, info=info, device=ctx.device)
@@ -187,13 +187,14 @@ class VocabParallelEmbedding(nn.Module):
         check_tokens(tokens, self.valid_rows)
         weight, tp = to_local(self.weight), self.tp
         if tp.size == 1:
-            return F.embedding(tokens, weight)
+            return deferrable_embedding(tokens, weight, self.weight_grads)
         num_rows = weight.shape[0]
         row = tokens - tp.rank * num_rows
         is_foreign = (row < 0) | (row >= num_rows)
         # A foreign token looks up some row, spread by the remainder: if all took row 0, its gradient would be a sum of
         # most positions.
-        part = F.embedding(row.remainder(num_rows), weight).masked_fill_(is_foreign.unsqueeze(-1), 0.0)
+        part = deferrable_embedding(row.remainder(num_rows), weight, self.weight_grads)
+        part = part.masked_fill_(is_foreign.unsqueeze(-1), 0.0)
         return reduce_scatter_to_sp(part, tp) if self.sequence_parallel else reduce_from_tp(part, tp)
 
     def extra_repr(self) -> str:

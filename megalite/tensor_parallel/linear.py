@@ -10,12 +10,14 @@ Collectives of one call, whatever the number of weights (a test counts them):
 | `row_parallel`, sequence par.    | reduce-scatter | all-gather (dy)                                         |
 
 A backward collective whose gradient is not asked for does not happen. tp 1 has none and uses `F.linear` alone.
+Where a schedule splits the backward, `column_parallel` gathers x in W, and all else happens in I.
 
 Decisions
 - One gather serves several weights (q, k, v or gate, up): their backward reduces one dx.
 - Under sequence parallelism the saved input is the sharded one; it is gathered again in backward while dx is computed.
   dx is reduced while the dW are computed.
-- The backward consists of `_input_gradient` and `_weight_gradient`, which need nothing of each other.
+- The backward consists of `_input_gradient` and `_weight_gradient`, which need nothing of each other. With a queue
+  that is open (`deferral`), the second one waits there. `row_parallel` then keeps the gathered dy rather than gather twice.
 
 Legend: S sequence, B micro-batch, I in features, O out features.
 """
@@ -32,71 +34,118 @@ from torch.autograd.function import once_differentiable
 
 from megalite import comm
 from megalite.grid import Axis
+from megalite.tensor_parallel.deferral import WeightGradQueue
 
 __all__ = ["column_parallel", "row_parallel"]
 
 
 def column_parallel(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: Axis, sequence_parallel: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    tp: Axis,
+    sequence_parallel: bool,
+    queue: WeightGradQueue | None = None,
 ) -> tuple[Tensor, ...]:
     """One y_i = x @ weights[i].T + biases[i] for each weight, of one shared input.
 
     x: [S, B, I], alike on all ranks, or [S_local, B, I] under sequence parallelism. weights: local [O_i_local, I];
     biases: local [O_i_local] or None. Returns y_i [S, B, O_i_local]. dx is summed over tp; dW and db are those of this
-    rank's rows.
+    rank's rows. queue: where dW and db may have to wait.
     """
     if tp.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(_linear(x, weight, bias, queue) for weight, bias in zip(weights, biases, strict=True))
     assert len(weights) == len(biases)
-    return _ColumnParallel.apply(x, tp, sequence_parallel, *weights, *biases)  # type: ignore[return-value]
+    return _ColumnParallel.apply(x, tp, sequence_parallel, queue, *weights, *biases)  # type: ignore[return-value]
 
 
-def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
+def row_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None = None
+) -> Tensor:
     """Sum over tp of x @ weight.T, plus `bias` once.
 
     x: [S, B, I_local]; weight: local [O, I_local]; bias: [O] or None. Returns [S, B, O], alike on all ranks, or
     [S_local, B, O] under sequence parallelism, where db is the part that belongs to this rank's positions.
     """
     if tp.size == 1:
+        return _linear(x, weight, bias, queue)
+    return _RowParallel.apply(x, weight, bias, tp, sequence_parallel, queue)  # type: ignore[return-value]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue | None) -> Tensor:
+    return F.linear(x, weight, bias) if queue is None else _Linear.apply(x, weight, bias, queue)  # type: ignore[return-value]
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` with the matrix products of its own backward (a test holds the bits equal), of which dW can wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue) -> Tensor:
+        ctx.queue = queue
+        ctx.save_for_backward(x, weight, bias)
         return F.linear(x, weight, bias)
-    return _RowParallel.apply(x, weight, bias, tp, sequence_parallel)  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        dy, (needs_dx, needs_dw, needs_db) = dys[0], ctx.needs_input_grad[:3]
+        dx = _input_gradient((dy,), (weight,)) if needs_dx else None
+
+        def parameter_gradients() -> tuple[Tensor | None, Tensor | None]:
+            return _weight_gradient(dy, x) if needs_dw else None, _bias_gradient(dy) if needs_db else None
+
+        if not ctx.queue.is_open:
+            return dx, *parameter_gradients(), None
+        ctx.queue.put(_wanted((weight, bias), (needs_dw, needs_db)), parameter_gradients)
+        return dx, None, None, None
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = _halves(parameters)
-        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        ctx.tp, ctx.sequence_parallel, ctx.queue = tp, sequence_parallel, queue
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[3:])[0]) else None, *weights)
+        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *(weights if queue is None else parameters))
         whole = comm.all_gather(x, tp) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[0], *_halves(ctx.needs_input_grad[3:])
+        x, *parameters = ctx.saved_tensors
+        tp, sequence_parallel, queue = ctx.tp, ctx.sequence_parallel, ctx.queue
+        needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        weights = parameters[: len(needs) // 2]
         dys = tuple(dy if dy is None else dy.contiguous() for dy in dys)
+        deferring = queue if queue is not None and queue.is_open else None
 
-        gathering = comm.start_all_gather(x, tp) if sequence_parallel and x is not None else None
+        gathering = comm.start_all_gather(x, tp) if sequence_parallel and x is not None and deferring is None else None
         reducing = None
         if needs_dx:
             dx = _input_gradient(dys, weights)
             reducing = comm.start_reduce_scatter(dx, tp) if sequence_parallel else comm.start_all_reduce_(dx, tp)
 
-        whole: Any = x if gathering is None else gathering.wait()
-        dws = [_weight_gradient(dy, whole) if needs else None for dy, needs in zip(dys, needs_dw, strict=True)]
-        dbs = [_bias_gradient(dy) if needs else None for dy, needs in zip(dys, needs_db, strict=True)]
-        return None if reducing is None else reducing.wait(), None, None, *dws, *dbs
+        if deferring is not None:
+            targets = _wanted(parameters, [need and dy is not None for need, dy in zip(needs, dys * 2, strict=True)])
+            gather: Any = comm.all_gather if sequence_parallel and x is not None else _as_it_is
+            deferring.put(targets, lambda: _parameter_gradients(dys, gather(x, tp), needs))
+            grads: Sequence[Tensor | None] = [None] * len(needs)
+        else:
+            grads = _parameter_gradients(dys, x if gathering is None else gathering.wait(), needs)
+        return None if reducing is None else reducing.wait(), None, None, None, *grads
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
-        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None
+    ) -> Tensor:
+        ctx.tp, ctx.sequence_parallel, ctx.queue = tp, sequence_parallel, queue
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *((weight,) if queue is None else (weight, bias)))
         y = F.linear(x, weight)
         y = comm.reduce_scatter(y, tp) if sequence_parallel else comm.all_reduce_(y, tp)
         return y if bias is None else y.add_(bias)
@@ -104,15 +153,19 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *bias = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dys[0].contiguous()
         gathering = comm.start_all_gather(dy, ctx.tp) if ctx.sequence_parallel and (needs_dx or needs_dw) else None
         db = _bias_gradient(dy) if needs_db else None
         whole = dy if gathering is None else gathering.wait()
         dx = _input_gradient((whole,), (weight,)) if needs_dx else None
+        if ctx.queue is not None and ctx.queue.is_open:
+            targets = _wanted((weight, *bias), (needs_dw, needs_db))
+            ctx.queue.put(targets, lambda: (_weight_gradient(whole, x) if needs_dw else None, db))
+            return dx, None, None, None, None, None
         dw = _weight_gradient(whole, x) if needs_dw else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def _input_gradient(dys: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
@@ -135,7 +188,22 @@ def _bias_gradient(dy: Tensor | None) -> Tensor | None:
     return None if dy is None else _rows(dy).sum(0)
 
 
-def _halves(both: tuple) -> tuple[tuple, tuple]:
+def _parameter_gradients(dys: Sequence[Tensor | None], x: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+    """dW of each weight, then db of each bias; None where it is not needed."""
+    needs_dw, needs_db = _halves(needs)
+    dws = [_weight_gradient(dy, x) if needed else None for dy, needed in zip(dys, needs_dw, strict=True)]
+    return dws + [_bias_gradient(dy) if needed else None for dy, needed in zip(dys, needs_db, strict=True)]
+
+
+def _as_it_is(x: Any, tp: Axis) -> Any:
+    return x
+
+
+def _wanted(parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(parameter if needed else None for parameter, needed in zip(parameters, needs, strict=True))
+
+
+def _halves(both: Sequence) -> tuple[Sequence, Sequence]:
     """The part that belongs to the weights, and the part that belongs to their biases."""
     return both[: len(both) // 2], both[len(both) // 2 :]
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megalite.errors import ConfigError
 from megalite.grid import Axis
+from megalite.tensor_parallel.deferral import WeightGradQueue
 
 __all__ = [
     "ParallelContext",
@@ -42,12 +43,13 @@ class ParallelContext:
     """What every parallel layer is built with.
 
     With `sequence_parallel` the activations between the tensor-parallel regions are split over tp along the sequence;
-    it needs tp > 1.
+    it needs tp > 1. weight_grads: where weight gradients wait if the pipeline schedule splits backward passes.
     """
 
     tp: Axis
     sequence_parallel: bool
     device: torch.device | str = "cpu"
+    weight_grads: WeightGradQueue | None = None
 
     def __post_init__(self) -> None:
         assert self.tp.size > 1 or not self.sequence_parallel, "sequence parallelism splits over tp, which has one rank"

@@ -24,10 +24,10 @@ from megalite.optim import Optimizer, OptimParameter, collect_parameters, global
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
 from megalite.pipeline.partition import split_layers
-from megalite.pipeline.runtime import PipelineRuntime
+from megalite.pipeline.runtime import PipelineRuntime, splits_backward
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.verify import verify
-from megalite.tensor_parallel import ParallelContext
+from megalite.tensor_parallel import ParallelContext, WeightGradQueue
 from megalite.training.datasets import build_datasets, resolve_vocab_size
 from megalite.training.launch import Launch, choose_device, init_distributed
 from megalite.training.metrics import Metrics
@@ -93,7 +93,8 @@ def build_programs(config: RunConfig, world_size: int) -> tuple[Program, Program
 
 def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_program: Program) -> Run:
     """Build on an existing grid (tests and the parity tool keep one world for many runs)."""
-    stages = build_stages(config, grid, train_program)
+    weight_grads = WeightGradQueue() if splits_backward(train_program) else None
+    stages = build_stages(config, grid, train_program, weight_grads)
     parameters = collect_parameters(stages.values())
     optimizer = Optimizer(parameters, config.optim)
     loaders = _build_loaders(config, grid)
@@ -103,7 +104,7 @@ def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_pro
         stages=stages,
         train_program=train_program,
         eval_program=eval_program,
-        runtime=PipelineRuntime(stages, grid.pp, _edge(config, grid), GradientSync(stages, config.zero)),
+        runtime=PipelineRuntime(stages, grid.pp, _edge(config, grid), GradientSync(stages, config.zero), weight_grads),
         parameters=parameters,
         parameter_names=global_names(parameters, grid),
         optimizer=optimizer,
@@ -116,11 +117,11 @@ def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_pro
     return run
 
 
-def build_stages(config: RunConfig, grid: Grid, program: Program) -> dict[int, GPTStage]:
-    """This rank's stages, materialised unit by unit and sharded over data parallelism."""
+def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: WeightGradQueue | None = None) -> dict[int, GPTStage]:
+    """This rank's stages, materialised unit by unit and sharded over data parallelism. weight_grads: for programs that split backwards."""
     schedule = program.schedule
     specs = split_layers(config.model.num_layers, schedule.num_stages, config.parallel.pipeline_layer_split)
-    context = ParallelContext(tp=grid.tp, sequence_parallel=config.parallel.use_sequence_parallel, device="meta")
+    context = ParallelContext(tp=grid.tp, sequence_parallel=config.parallel.use_sequence_parallel, device="meta", weight_grads=weight_grads)
     stages = {}
     for number in schedule.stages_of(grid.pp.rank):
         stage = GPTStage(config.model, specs[number], context, num_stages=schedule.num_stages, seed=config.train.seed)
