@@ -39,7 +39,9 @@ setup(
             "megalite._index_builder",
             ["csrc/index_builder.cpp"],
             cxx_std=17,
-            extra_compile_args=["-O3", "-UNDEBUG"],
+            depends=[f"csrc/{name}.hpp" for name in ("blend", "sample_index", "shuffle")],
+            extra_compile_args=["-O3", "-UNDEBUG", "-ffp-contract=off", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     ],

@@ -1,68 +1,33 @@
-// Index arrays of the training data, built at C speed: which tokens make a sample, and which dataset gives the next one.
+// Index arrays of the training data, built at C++ speed: the Python bindings.
 //
-// Each function equals its `*_reference` in megalite/data/index_builder.py, which says what the results mean; a test holds
-// the two equal. All counters are int64 (a corpus passes 2^31 tokens early), every index is checked before it is used, the
-// GIL is free while a loop runs, and a wrong argument becomes a ValueError.
+// Each function equals its `*_reference` in megalite/data/index_builder.py (the shuffle: numpy.random.RandomState), which
+// says what the results mean; tests hold the two equal. All counters are int64 (a corpus passes 2^31 tokens early), every index is checked
+// before it is used, the GIL is free while a loop runs, and a wrong argument becomes a ValueError.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "blend.hpp"
+#include "sample_index.hpp"
+#include "shuffle.hpp"
+
 namespace py = pybind11;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-
 template <typename T>
 void require_one_dim(const Array<T>& array, const char* name) {
     if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + " must have one dimension");
-}
-
-// Walks the documents in order and writes the [num_samples + 1, 2] borders (position in document_index, token offset).
-template <typename Size, typename Document, typename Out>
-void walk_samples(const Size* sizes, int64_t num_sizes, const Document* documents, int64_t num_documents,
-                  int64_t seq_length, int64_t num_samples, int64_t extra, Out* out) {
-    const auto size_at = [&](int64_t position) {
-        const int64_t document = documents[position];
-        if (document < 0 || document >= num_sizes)
-            throw std::invalid_argument("document_index[" + std::to_string(position) + "] is " +
-                                        std::to_string(document) + ", but there are " + std::to_string(num_sizes) +
-                                        " sizes");
-        const int64_t size = sizes[document];
-        if (size < 0) throw std::invalid_argument("the size of document " + std::to_string(document) + " is negative");
-        return size;
-    };
-    int64_t position = 0, offset = 0;
-    *out++ = 0;
-    *out++ = 0;
-    for (int64_t sample = 0; sample < num_samples; ++sample) {
-        int64_t need = seq_length + extra;
-        while (true) {
-            const int64_t available = size_at(position) - offset;
-            if (need <= available) {
-                offset += need - extra;  // the extra token is read again as the first of the next sample
-                break;
-            }
-            if (position == num_documents - 1) {  // the data ends inside this sample: it stays short
-                offset = size_at(position) - extra;
-                break;
-            }
-            need -= available;
-            ++position;
-            offset = 0;
-        }
-        *out++ = static_cast<Out>(position);
-        *out++ = static_cast<Out>(offset);
-    }
 }
 
 template <typename Size, typename Document>
@@ -82,60 +47,35 @@ py::array build_sample_index(const Array<Size>& sizes, const Array<Document>& do
     const auto fill = [&](auto result) -> py::array {
         auto* out = result.mutable_data();
         py::gil_scoped_release unlocked;
-        walk_samples(size_data, num_sizes, document_data, num_documents, seq_length, num_samples,
-                     int64_t{add_extra_token}, out);
+        SampleWalk<Size, Document, std::remove_pointer_t<decltype(out)>>(size_data, num_sizes, document_data, num_documents,
+                                                                        seq_length, num_samples, add_extra_token, out)
+            .run();
         return std::move(result);
     };
     if (wide) return fill(Array<int64_t>(shape));
     return fill(Array<int32_t>(shape));
 }
 
-// The next dataset is the one furthest below its share; ties go to the lowest number. The product passes through memory
-// because a fused multiply-add, which some compilers emit, rounds differently and would break ties another way.
-template <typename Allowed>
-int64_t furthest_behind(const double* weights, const int64_t* taken, int64_t num_datasets, int64_t step,
-                        const Allowed& allowed) {
-    const double position = static_cast<double>(std::max<int64_t>(step, 1));
-    int64_t best = -1;
-    double best_error = 0.0;
-    for (int64_t k = 0; k < num_datasets; ++k) {
-        if (!allowed(k)) continue;
-        const volatile double wanted = weights[k] * position;
-        const double error = wanted - static_cast<double>(taken[k]);
-        if (best < 0 || error > best_error) {
-            best = k;
-            best_error = error;
-        }
-    }
-    return best;
-}
-
-template <typename Allowed>
-py::tuple blend(const std::vector<double>& weights, int64_t size, const Allowed& make_allowed) {
-    const auto num_datasets = static_cast<int64_t>(weights.size());
-    if (num_datasets == 0 || num_datasets > std::numeric_limits<int16_t>::max())
-        throw std::invalid_argument("a blend needs 1 to 32767 datasets, not " + std::to_string(num_datasets));
+py::tuple blend(const std::vector<double>& weights, const std::vector<int64_t>& limits, int64_t size) {
+    if (weights.empty() || weights.size() > static_cast<size_t>(std::numeric_limits<int16_t>::max()))
+        throw std::invalid_argument("a blend needs 1 to 32767 datasets, not " + std::to_string(weights.size()));
     if (size < 0) throw std::invalid_argument("the size of a blend must not be negative");
+    for (const double weight : weights) {
+        if (!(weight >= 0.0 && std::isfinite(weight)))
+            throw std::invalid_argument("a weight is " + std::to_string(weight) + "; it must be a number of 0 or more");
+    }
     Array<int16_t> dataset_index(size);
     Array<int64_t> sample_index(size);
     auto* dataset_out = dataset_index.mutable_data();
     auto* sample_out = sample_index.mutable_data();
     {
         py::gil_scoped_release unlocked;
-        std::vector<int64_t> taken(weights.size(), 0);
-        const auto allowed = make_allowed(taken);
-        for (int64_t step = 0; step < size; ++step) {
-            const int64_t k = furthest_behind(weights.data(), taken.data(), num_datasets, step, allowed);
-            dataset_out[step] = static_cast<int16_t>(k);
-            sample_out[step] = taken[k]++;
-        }
+        Blend(weights, limits).fill(size, dataset_out, sample_out);
     }
     return py::make_tuple(dataset_index, sample_index);
 }
 
-py::tuple build_blending_indices(const std::vector<double>& weights, int64_t size) {
-    return blend(weights, size, [](const std::vector<int64_t>&) { return [](int64_t) { return true; }; });
-}
+py::tuple build_blending_indices(const std::vector<double>& weights, int64_t size) { return blend(weights, {}, size); }
 
 py::tuple build_exhaustive_blending_indices(const std::vector<int64_t>& sizes) {
     int64_t total = 0;
@@ -144,10 +84,18 @@ py::tuple build_exhaustive_blending_indices(const std::vector<int64_t>& sizes) {
         total += size;
     }
     std::vector<double> weights;
-    for (const int64_t size : sizes) weights.push_back(static_cast<double>(size) / static_cast<double>(total));
-    return blend(weights, total, [&sizes](const std::vector<int64_t>& taken) {
-        return [&sizes, &taken](int64_t k) { return taken[k] < sizes[k]; };
-    });
+    for (const int64_t size : sizes)
+        weights.push_back(static_cast<double>(size) / static_cast<double>(std::max<int64_t>(total, 1)));
+    return blend(weights, sizes, total);
+}
+
+template <typename T>
+void shuffle(LegacyRandom& random, Array<T>& values) {
+    require_one_dim(values, "values");
+    auto* data = values.mutable_data();  // throws for an array that must not be written
+    const int64_t size = values.size();
+    py::gil_scoped_release unlocked;
+    random.shuffle(data, size);
 }
 
 template <typename Size, typename Document>
@@ -158,11 +106,16 @@ void bind_sample_index(py::module_& module) {
 }
 
 PYBIND11_MODULE(_index_builder, module) {
-    module.doc() = "Sample and blending indices; see megalite.data.index_builder.";
+    module.doc() = "Sample and blending indices and their shuffle; see megalite.data.index_builder.";
     bind_sample_index<int32_t, int32_t>(module);
     bind_sample_index<int32_t, int64_t>(module);
     bind_sample_index<int64_t, int32_t>(module);
     bind_sample_index<int64_t, int64_t>(module);
     module.def("build_blending_indices", &build_blending_indices, py::arg("weights"), py::arg("size"));
     module.def("build_exhaustive_blending_indices", &build_exhaustive_blending_indices, py::arg("sizes"));
+    py::class_<LegacyRandom>(module, "LegacyRandom")
+        .def(py::init<uint32_t>(), py::arg("seed"))
+        .def("shuffle", &shuffle<int32_t>, py::arg("x").noconvert())
+        .def("shuffle", &shuffle<uint32_t>, py::arg("x").noconvert())
+        .def("shuffle", &shuffle<int64_t>, py::arg("x").noconvert());
 }

@@ -12,6 +12,11 @@ out=${1:-runs/char_gpt}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 text=examples/data/shakespeare.txt
 
+if ! python -P -c 'import megalite' 2>/dev/null; then
+    echo 'error: this python has no megalite: run "make venv", then PATH="$PWD/.venv/bin:$PATH"' >&2
+    exit 2
+fi
+
 if [ -e "$out" ]; then
     echo "error: $out exists; remove it or name another folder" >&2
     exit 2

@@ -19,6 +19,11 @@ if [ -t 1 ]; then bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'; fi
 heading() { printf '\n%s== %s%s\n\n' "$bold" "$1" "$plain"; }
 run() { printf '%s$ %s%s\n' "$dim" "${*@Q}" "$plain" | sed "s/'\([A-Za-z0-9_.,/=-]*\)'/\1/g"; "$@"; }
 
+if ! python -P -c 'import megalite' 2>/dev/null; then
+    echo 'error: this python has no megalite: run "make venv", then PATH="$PWD/.venv/bin:$PATH"' >&2
+    exit 2
+fi
+
 # Only a folder that an earlier demo made is emptied.
 if [ -e "$out" ] && [ ! -e "$out/$mark" ]; then
     echo "error: $out exists and was not made by this demo; remove it or name another folder" >&2
@@ -41,12 +46,12 @@ run torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --dev
     --micro-batch-size 4 --global-batch-size 8 --train-iters 1000 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 50 \
     --data-path "$out/shakespeare_text_document" --split 95,5 --eval-interval 200 --eval-iters 40 \
     --tokenizer-type sentencepiece --tokenizer-model "$out/tokenizer.model" \
-    --log-interval 50 --save "$out/tp2_pp2" "$@"
+    --log-interval 50 --save "$out/train" "$@"
 
 heading '4. The loss'
-run python tools/plot_metrics.py "$out/tp2_pp2/metrics.jsonl" --output "$out/loss.png" --text
+run python tools/plot_metrics.py "$out/train/metrics.jsonl" --output "$out/loss.png" --text
 
 heading '5. The checkpoint of four ranks, loaded by one: it continues a text'
-run python tools/generate.py --load "$out/tp2_pp2" --prompt $'HAMLET.\nTo be, or not to be' --max-new-tokens 200 --temperature 0.8 --device cpu
+run python tools/generate.py --load "$out/train" --prompt $'HAMLET.\nTo be, or not to be' --max-new-tokens 200 --temperature 0.8 --device cpu
 
 heading "Done: tokenizer, data, checkpoint and loss.png are in $out"

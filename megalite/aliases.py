@@ -72,9 +72,12 @@ ALIASES: Mapping[str, Alias] = {
 UNSUPPORTED: Mapping[str, str] = {
     "fp16": "use bf16, which needs no loss scale",
     "num_layers_per_virtual_pipeline_stage": "give the chunks per rank with --vpp",
-    "pipeline_model_parallel_layout": "give the layers per stage with --pipeline-layer-split",
     "vocab_file": "use --tokenizer-type hf with --tokenizer-model FOLDER",
     "merge_file": "use --tokenizer-type hf with --tokenizer-model FOLDER",
+    "data_args_path": "write data_path = [...] into a TOML file: --config FILE",
+    "per_split_data_args_path": "write train_data_path = [...] and valid_data_path = [...] into a TOML file: --config FILE",
+    "mid_level_dataset_surplus": "a dataset of a blend is built for the samples that the blend takes; leave it out",
+    "no_create_attention_mask_in_dataloader": "attention masks are never made there; leave it out",
     "train_samples": "a run is counted in steps: --train-iters",
     "num_experts": "there are no expert layers",
     "transformer_impl": "there is one implementation; leave it out",

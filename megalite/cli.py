@@ -26,7 +26,7 @@ from megalite.config import RunConfig
 from megalite.config_io import assign, field_types, implied_violations, read_sections, read_toml, suggest
 from megalite.errors import ConfigError
 from megalite.presets import apply_preset
-from megalite.validate import validate
+from megalite.validate import launched_ranks, validate
 
 __all__ = ["parse_and_validate", "parse_run_config", "read_run_config"]
 
@@ -45,7 +45,7 @@ def parse_and_validate(argv: Sequence[str], prog: str, description: str) -> RunC
     """As `parse_run_config`, and checked for the number of ranks that torchrun launched (1 without torchrun)."""
     config = parse_run_config(argv, prog, description)
     try:
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+        validate(config, launched_ranks(os.environ))
     except ConfigError as error:
         _exit(prog, error)
     return config

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from types import NoneType
-from typing import Annotated, Any, NoReturn, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megalite.aliases import ALIASES
 from megalite.config import RunConfig
@@ -32,7 +32,9 @@ def parse_values(tokens: Sequence[str], base: RunConfig, prog: str, description:
     """
     import tyro
 
-    config_flag = Annotated[str | None, tyro.conf.arg(help="TOML file of settings; flags win over it.")]
+    config_flag = Annotated[
+        str | None, tyro.conf.arg(help="TOML file of settings; flags win over it.", metavar="FILE", help_behavior_hint="")
+    ]
     flags = make_dataclass(
         "Settings",
         [*_flag_fields(base), ("config", config_flag, field(default=None))],
@@ -93,9 +95,21 @@ def _flag_fields(base: Any) -> list[tuple[str, Any, Any]]:
             # only the two switches; "not set" is what leaving out both means
             kind, value = bool, bool(value)
         text = sentences[entry.name] + (f" One of {', '.join(PRESETS)}." if entry.name == "preset" else "")
-        argument = tyro.conf.arg(help=text + _other_spellings(entry.name), help_behavior_hint=hint)
+        argument = tyro.conf.arg(help=text + _other_spellings(entry.name), help_behavior_hint=hint, metavar=_metavar(kind))
         entries.append((entry.name, Annotated[kind, argument], field(default=value)))
     return entries
+
+
+def _metavar(kind: Any) -> str | None:
+    """ "INT|None" for a setting that may be left open; None: what tyro writes for the type is plain enough."""
+    choices = [choice for choice in get_args(kind) if choice is not NoneType]
+    if NoneType not in get_args(kind) or len(choices) != 1:
+        return None
+    choice, values = choices[0], get_args(choices[0])
+    if get_origin(choice) is tuple:
+        name = values[0].__name__.upper()
+        return f"{name} [{name} ...]|None"
+    return f"{{{','.join(values)}}}|None" if values else f"{choice.__name__.upper()}|None"
 
 
 def _other_spellings(name: str) -> str:

@@ -4,8 +4,8 @@ Decisions
 - This is the only module of ours that calls `torch.distributed` on tensors (FSDP2 and the checkpoint library call it
   themselves).
 - An axis of size 1 is a branch here and nowhere else: callers never ask how many ranks there are.
-- Results are new tensors; an input is never changed. Functions whose name begins with `start_` return a `Pending` to
-  wait for.
+- Results are new tensors, or on an axis of size 1 the input itself; an input is never changed, except by functions
+  whose name ends with `_`. Functions whose name begins with `start_` return a `Pending` to wait for.
 - `record_comms(axes)` lists what was sent, as (operation, axis name, number of elements): the tables in the layers'
   docstrings are tests.
 - A failure names the operation, the axis, its ranks and what the run was doing.

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from megalite.batch_sizes import BatchSizes
+from megalite.config_data import DataConfig, SplitName
 from megalite.config_io import read_sections, read_toml, write_toml
 from megalite.config_model import ModelConfig
 from megalite.errors import ConfigError
@@ -39,11 +41,19 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     """Cut activations along the sequence between matmuls; not set: on if tensor parallel. No effect without it."""
     pipeline_schedule: str | None = None
-    """Name of the pipeline schedule; not set: 1f1b, or interleaved-1f1b with several chunks per rank."""
+    """Pipeline schedule, by name or file (x.csv, x.json, x.py:function); not set: 1f1b, interleaved-1f1b with several chunks per rank."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that interleaved-1f1b runs through one chunk at a time; not set: the smallest number that fits."""
+    pipeline_schedule_costs: tuple[float, ...] | None = None
+    """Times of forward, input gradient, weight gradient and message that zb-1p and zb-2p plan for; not set: 1 1 1 0."""
     num_virtual_stages_per_pipeline_rank: int = 1
     """Model chunks per pipeline rank."""
     pipeline_layer_split: tuple[int, ...] | None = None
     """Layers of each (virtual) stage in model order; not set: as even as possible."""
+    pipeline_model_parallel_layout: str | None = None
+    """The same in Megatron's notation, such as "Ett|(tt|)*6tL": E embedding, t layer, L head, | next stage."""
+    balance_pipeline_stages: bool = False
+    """Split the layers by cost, with the head counted, so that the busiest pipeline rank is as light as possible."""
 
     @property
     def schedule(self) -> str:
@@ -65,30 +75,6 @@ class ParallelConfig:
     def zero(self) -> int:
         """ZeRO stage 0..3 of the sharding strategy."""
         return SHARDING_STRATEGIES.index(self.data_parallel_sharding_strategy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read. The order of samples is a function of these fields and the seed, never of the layout."""
-
-    data_path: tuple[str, ...] = ()
-    """Prefix of a .bin/.idx pair. A list, for blends to come: several datasets are refused so far."""
-    split: str = "969,30,1"
-    """Shares of the documents for training, validation and test; missing ones are 0."""
-    seq_length: int = 128
-    """Tokens S per sample."""
-    mock_data: bool = False
-    """Pseudo-random tokens instead of files; needs a vocabulary size."""
-    tokenizer_type: Literal["bytes", "chars", "sentencepiece", "hf"] | None = None
-    """Kind of tokenizer; all but bytes need --tokenizer-model."""
-    tokenizer_model: str | None = None
-    """File or folder of the tokenizer."""
-    data_cache_path: str | None = None
-    """Folder for sample indices; not set: beside the data."""
-    reset_position_ids: bool = False
-    """Positions start again at 0 after each end of document."""
-    eod_mask_loss: bool = False
-    """The loss leaves out end-of-document tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +117,9 @@ class TrainConfig:
     """Samples in one forward pass of one rank."""
     global_batch_size: int | None = None
     """Samples in one step over all ranks; not set: micro-batch x data-parallel size."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: the global batch size grows from START in equal steps to its full size over the first SAMPLES samples;
+    the learning rate then follows the samples, its --...-iters counted in steps of the full size."""
     train_iters: int = 100
     """Optimizer steps."""
     eval_interval: int | None = None
@@ -154,15 +143,17 @@ class OutputConfig:
     """Where results go."""
 
     save: str | None = None
-    """Folder for checkpoints; one is written at the end."""
+    """Folder for checkpoints, metrics and config.toml; a checkpoint is written at the end."""
     load: str | None = None
-    """Folder to resume from."""
+    """Folder to resume from: a --save folder (its newest checkpoint) or one checkpoint; not set: start at step 0."""
     save_interval: int | None = None
     """Steps between checkpoints."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     metrics_file: str | None = None
     """JSON-lines file of metrics; not set: metrics.jsonl in the --save folder."""
+    trace_pipeline: str | None = None
+    """File for the measured pipeline timeline, which tools/draw_schedule.py --trace draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +186,17 @@ class RunConfig:
         return world_size // (tp * pp * cp)
 
     def global_batch(self, world_size: int) -> int:
-        """Samples per step over all ranks."""
+        """Samples per step over all ranks, after a ramp-up."""
         if self.train.global_batch_size is not None:
             return self.train.global_batch_size
         return self.train.micro_batch_size * self.dp_size(world_size)
 
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """Samples of every step; `global_batch` is the full size that a ramp ends at."""
+        return BatchSizes(self.global_batch(world_size), self.train.rampup_batch_size)
+
     def num_microbatches(self, world_size: int) -> int:
-        """Micro-batches per step of each data-parallel rank. Raises ConfigError where the batch is not divisible."""
+        """Micro-batches per full step of each data-parallel rank. Raises ConfigError where the batch is not divisible."""
         dp, micro, total = self.dp_size(world_size), self.train.micro_batch_size, self.global_batch(world_size)
         if total < 1 or total % (micro * dp):
             lower = max(1, total // (micro * dp)) * micro * dp
@@ -210,6 +205,26 @@ class RunConfig:
                 f"{micro * dp}: use {lower} or {lower + micro * dp}, or another micro-batch size"
             )
         return total // (micro * dp)
+
+    def all_num_microbatches(self, world_size: int) -> list[int]:
+        """Micro-batches per step of each data-parallel rank, for every size of a ramp-up. Raises ConfigError like `num_microbatches`."""
+        self.num_microbatches(world_size)
+        sizes, divisor = self.batch_sizes(world_size), self.train.micro_batch_size * self.dp_size(world_size)
+        violations = sizes.violations(divisor)
+        if violations:
+            raise ConfigError(violations)
+        return [size // divisor for size in sizes.possible]
+
+    def num_samples(self, global_batch_size: int) -> dict[SplitName, int]:
+        """Samples that the run reads of each split that it reads; every evaluation reads the same ones."""
+        train = self.train
+        sizes = BatchSizes(global_batch_size, train.rampup_batch_size)
+        samples: dict[SplitName, int] = {"train": sizes.consumed_before(train.train_iters)}
+        if train.eval_interval is not None:
+            samples["valid"] = train.eval_iters * global_batch_size
+        if self.data.test_data_path:
+            samples["test"] = train.eval_iters * global_batch_size
+        return samples
 
     def grid_sizes(self, world_size: int) -> dict[str, int]:
         """Sizes of the grid's axes. Raises ConfigError where the world or dp is not divisible."""

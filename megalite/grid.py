@@ -7,6 +7,8 @@ Decisions
 - `dp` is the product of `dp_replicate` and `dp_shard`; `embedding` joins the first and last pipeline stage, whose tied embedding copies
   sum their gradients. Both are lines of ranks like the axes.
 - All lines are made by `new_group` with our own time-out (a `DeviceMesh` would make them with a default one), then handed to the mesh.
+- Every rank makes the same number of groups in the same order, and the lines of one turn cover the world. NCCL splits a group off the
+  world's communicator, which all ranks must take part in; and torch names a group after its ranks and the number of groups before it.
 """
 
 from __future__ import annotations
@@ -201,8 +203,9 @@ def _embedding_axis(shape: GridShape, rank: int, pp: Axis, timeout: timedelta | 
     """First and last pipeline rank of this line; ranks between them get an axis on which they have no place (rank -1)."""
     if pp.size == 1:
         return Axis("embedding", 1, 0, (rank,), progress=pp.progress)
-    ends = (pp.ranks[0], pp.ranks[-1])
-    if rank not in ends:
+    ends, between = (pp.ranks[0], pp.ranks[-1]), pp.ranks[1:-1]
+    # The ranks between make a group that nobody uses, because it is their turn as well (see the decisions above).
+    group = _line_group(between if rank in between else ends, timeout) if between else pp.group
+    if rank in between:
         return Axis("embedding", 2, -1, ends, progress=pp.progress)
-    group = pp.group if pp.size == 2 else _line_group(ends, timeout)
     return Axis("embedding", 2, ends.index(rank), ends, group, progress=pp.progress)

@@ -12,17 +12,32 @@ Letters: N query heads, K key/value heads, D head size, F ffn, V vocab, S sequen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megalite.config import ModelConfig, RunConfig
 from megalite.config_io import field_types
 from megalite.errors import ConfigError
-from megalite.pipeline.partition import partition_violations
-from megalite.pipeline.schedules import schedule_violations
+from megalite.pipeline.from_config import pipeline_violations
 from megalite.validate_training import data_violations, output_violations, training_violations
 
-__all__ = ["validate", "violations"]
+__all__ = ["launched_ranks", "validate", "violations"]
 
 # whole numbers that may be 0; all others are at least 1
-_MAY_BE_ZERO = {"lr_warmup_iters", "lr_wsd_decay_iters", "seed", "pipeline_layer_split"}
+_MAY_BE_ZERO = {"lr_warmup_iters", "lr_wsd_decay_iters", "seed", "pipeline_layer_split", "num_workers"}
+
+
+def launched_ranks(environment: Mapping[str, str]) -> int:
+    """Ranks that were launched together, by torchrun's variables; 1 without them. Raises ConfigError where they contradict each other."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    world_size = environment.get("WORLD_SIZE", "1")
+    if not world_size.isdecimal():
+        raise ConfigError(f"the environment variable WORLD_SIZE is {world_size!r}: start ranks with torchrun, or unset it")
+    missing = [name for name in names if name not in environment]
+    if "RANK" in environment and missing:
+        raise ConfigError(f"RANK is set in the environment, but not {', '.join(missing)}: start ranks with torchrun, or unset RANK")
+    if "RANK" not in environment and int(world_size) > 1:
+        raise ConfigError(f"WORLD_SIZE is {world_size} in the environment, but RANK is not set: start ranks with torchrun, or unset it")
+    return int(world_size)
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -135,19 +150,16 @@ def _layout_violations(config: RunConfig, world_size: int) -> list[str]:
             check(world_size)
         except ConfigError as error:
             found += error.violations
-    return found
+    return found + config.batch_sizes(world_size).violations(config.train.micro_batch_size * dp)
 
 
 def _pipeline_violations(config: RunConfig, world_size: int) -> list[str]:
-    parallel = config.parallel
-    found = partition_violations(config.model.num_layers, parallel.num_stages, parallel.pipeline_layer_split)
     try:
-        num_microbatches = config.num_microbatches(world_size)
+        numbers = sorted(config.all_num_microbatches(world_size))
     except ConfigError:
-        # already reported by the layout; as many micro-batches as ranks fit every schedule, what is left is the rest
-        num_microbatches = parallel.pipeline_model_parallel_size
-    chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
-    return found + schedule_violations(parallel.schedule, ranks, num_microbatches, chunks)
+        return pipeline_violations(config, None)  # the reason is already reported by the layout
+    found = [pipeline_violations(config, number) for number in numbers]
+    return list(dict.fromkeys(violation for violations in found for violation in violations))
 
 
 def _sequence_violations(config: RunConfig) -> list[str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import re
 
-from megalite.config import OptimConfig, RunConfig
+from megalite.config import DataConfig, OptimConfig, RunConfig
+from megalite.config_data import parse_source
+from megalite.errors import ConfigError
 
 __all__ = ["data_violations", "output_violations", "split_shares", "training_violations"]
 
@@ -83,18 +85,35 @@ def data_violations(config: RunConfig) -> list[str]:
     """Where tokens come from, and whether their number is known."""
     data, vocab = config.data, config.model.vocab_size
     found = []
-    if data.data_path and data.mock_data:
+    if data.has_files and data.mock_data:
         found.append("data_path and mock_data are both set: leave one of them out")
-    elif not data.data_path and not data.mock_data:
+    elif not data.has_files and not data.mock_data:
         found.append("there is no data: set --data-path PREFIX ..., or --mock-data to train on pseudo-random tokens")
     if data.mock_data and vocab is None:
         found.append("mock_data needs to know how many different tokens there are: set --vocab-size")
-    if len(data.data_path) > 1:
-        found.append(
-            f"data_path names {len(data.data_path)} datasets ({' '.join(data.data_path)}), but training reads one: "
-            "preprocess the texts into one dataset"
-        )
-    return found + _tokenizer_violations(config) + _split_violations(data.split)
+    if data.mock_data and data.reset_attention_mask:
+        found.append("reset_attention_mask has no effect with mock_data, which has no documents: leave it out")
+    if data.shuffle == "feistel" and data.separate_last_epoch is not None:
+        found.append("separate_last_epoch has no meaning in the feistel order, where all epochs are separate: leave it out")
+    return found + _source_violations(config) + _tokenizer_violations(config) + _split_violations(data.split)
+
+
+def _source_violations(config: RunConfig) -> list[str]:
+    data, found = config.data, []
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            parse_source(getattr(data, name), name)
+        except ConfigError as error:
+            found += error.violations
+    if data.has_own_splits and data.data_path:
+        found.append("data_path and data paths of single splits are both set: leave out data_path, or the others")
+    elif data.has_own_splits and not data.train_data_path:
+        found.append("there is no training data: set --train-data-path beside the other splits' paths")
+    if data.has_own_splits and data.split != DataConfig.split:
+        found.append(f"split {data.split!r} has no effect where each split has its own data path: leave it out")
+    if data.valid_data_path and config.train.eval_interval is None:
+        found.append("valid_data_path is set, but there is no evaluation: set --eval-interval, or leave it out")
+    return found
 
 
 def _tokenizer_violations(config: RunConfig) -> list[str]:
@@ -129,6 +148,8 @@ def output_violations(config: RunConfig) -> list[str]:
     found = []
     if output.save_interval is not None and output.save is None:
         found.append(f"save_interval {output.save_interval} is set, but there is no folder to save to: set --save DIR")
+    if train.eval_interval is not None and config.data.has_own_splits and not config.data.valid_data_path:
+        found.append(f"eval_interval {train.eval_interval} is set, but there is no validation data: set --valid-data-path")
     if train.eval_interval is not None and config.data.data_path and _no_validation(config.data.split):
         found.append(
             f"eval_interval {train.eval_interval} is set, but split {config.data.split!r} leaves no documents for "

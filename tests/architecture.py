@@ -15,8 +15,11 @@ from pathlib import Path
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
-PURE_PIPELINE_FILES = ("partition", "schedules", "lowering", "verify", "simulate")
-CONFIGURATION_FILES = ("config", "config_io", "config_model", "presets", "validate", "validate_training")
+PURE_PIPELINE_FILES = (
+    *("partition", "balance", "schedules", "check_orders", "lowering", "verify", "simulate", "from_config"),
+    *("measured", "picture", "picture_html", "picture_svg"),
+)
+CONFIGURATION_FILES = ("batch_sizes", "config", "config_data", "config_io", "config_model", "presets", "validate", "validate_training")
 COMMAND_LINE_FILES = ("cli", "cli_help", "aliases")
 LEVELS = {
     "megalite.errors": 0,
@@ -46,7 +49,7 @@ EXACT_LEVELS = {"megalite": 0, "megalite.pipeline": 0}  # these two __init__ fil
 ALLOWED_SIDEWAYS = {("tools", "megalite.testing"), ("examples", "megalite.testing")}
 
 # programs that prepare data or look at schedules: they start at once because they never import torch
-TORCH_FREE_TOOLS = ("preprocess_data", "merge_datasets", "show_schedule")
+TORCH_FREE_TOOLS = ("build_index", "provenance", "preprocess_data", "merge_datasets", "draw_schedule", "verify_schedules")
 
 TENSOR_COLLECTIVES = {
     "all_gather",

@@ -20,19 +20,21 @@ from megalite.presets import apply_preset
 
 # Every flag. A new one must be added here, so that it is seen in review. Switches also exist with --no-.
 FROZEN_LIST = """
-activation adam-beta1 adam-beta2 adam-eps add-bias-linear add-qkv-bias attention-dropout bf16 bias clip-grad config
-context-parallel-size cp data-cache-path data-parallel-replicate-size data-parallel-sharding-strategy data-path device
-disable-bias-linear distributed-timeout-minutes dp-replicas eod-mask-loss eval-interval eval-iters ffn-hidden-size gbs
-global-batch-size group-query-attention hidden-dropout hidden-size init-method-std kv-channels load log-interval lr
-lr-decay-iters lr-decay-style lr-warmup-fraction lr-warmup-iters lr-wsd-decay-iters lr-wsd-decay-style
-make-vocab-size-divisible-by max-position-embeddings mbs metrics-file micro-batch-size min-lr mock-data model
-norm-epsilon normalization num-attention-heads num-distributed-optimizer-instances num-layers num-query-groups
-num-virtual-stages-per-pipeline-rank persistent-save-interval pipeline-layer-split pipeline-model-parallel-size
-pipeline-schedule position-embedding-type pp precision preset reset-position-ids rotary-base rotary-percent save
-save-interval schedule seed sentencepiece-model seq-length sequence-parallel sp split squared-relu swiglu
-tensor-model-parallel-size tensorboard-dir tie tokenizer-model tokenizer-type tp train-iters
-untie-embeddings-and-output-weights use-distributed-optimizer use-rotary-position-embeddings vocab-size vpp
-weight-decay zero
+activation adam-beta1 adam-beta2 adam-eps add-bias-linear add-qkv-bias attention-dropout balance-pipeline-stages bf16
+bias clip-grad config context-parallel-size cp data-cache-path data-parallel-replicate-size
+data-parallel-sharding-strategy data-path device disable-bias-linear distributed-timeout-minutes dp-replicas
+eod-mask-loss eval-interval eval-iters ffn-hidden-size gbs global-batch-size group-query-attention hidden-dropout
+hidden-size init-method-std kv-channels load log-interval lr lr-decay-iters lr-decay-style lr-warmup-fraction
+lr-warmup-iters lr-wsd-decay-iters lr-wsd-decay-style make-vocab-size-divisible-by max-position-embeddings mbs
+metrics-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage min-lr mock-data model norm-epsilon
+normalization num-attention-heads num-distributed-optimizer-instances num-layers num-query-groups
+num-virtual-stages-per-pipeline-rank num-workers persistent-save-interval pipeline-layer-split pipeline-model-parallel-layout
+pipeline-model-parallel-size pipeline-schedule pipeline-schedule-costs position-embedding-type pp precision preset
+rampup-batch-size reset-attention-mask reset-position-ids rotary-base rotary-percent save save-interval schedule seed
+sentencepiece-model separate-last-epoch seq-length sequence-parallel shuffle sp split squared-relu swiglu
+tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model tokenizer-type tp train-data-path
+train-iters untie-embeddings-and-output-weights use-distributed-optimizer use-rotary-position-embeddings
+valid-data-path vocab-size vpp weight-decay zero
 """
 FROZEN = FROZEN_LIST.split()
 
@@ -224,7 +226,8 @@ def test_mistakes_end_with_code_2_and_one_message(capsys: pytest.CaptureFixture[
 
 def test_validation_uses_the_number_of_launched_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--mock-data", "--vocab-size", "64", "--tp", "2", "--pp", "2"]
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert parse_and_validate(argv, "train.py", "").dp_size(8) == 2
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(SystemExit) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,32 @@ def assert_group_is_the_line(axis: Axis, rank: int) -> None:
 )
 def test_every_axis_has_the_group_of_its_line(shape: GridShape) -> None:
     run_ranks(lines_of_rank, shape.world_size, shape)
+
+
+def groups_in_turn(shape: GridShape) -> list[tuple[int, ...]]:
+    """The ranks of every group that this rank makes, in order."""
+    made, original = [], dist.new_group
+
+    def note(ranks: list[int], **settings: Any) -> Any:
+        made.append(tuple(ranks))
+        return original(ranks, **settings)
+
+    dist.new_group = note  # type: ignore[assignment]
+    try:
+        Grid.build(shape)
+    finally:
+        dist.new_group = original
+    return made
+
+
+@pytest.mark.parametrize("shape", [GridShape(pp=4), GridShape(pp=3, tp=2), GridShape(dp_replicate=2, dp_shard=2)], ids=str)
+def test_all_ranks_make_their_groups_together(shape: GridShape) -> None:
+    """What gloo would forgive and NCCL would not: a rank that leaves a turn out while others split the world."""
+    turns = list(zip(*run_ranks(groups_in_turn, shape.world_size, shape), strict=True))
+    assert len(turns) == len(AXES) + 1
+    for lines in turns:
+        assert sorted(rank for line in set(lines) for rank in line) == list(range(shape.world_size))
+        assert all(rank in line for rank, line in enumerate(lines))
 
 
 def build_too_big() -> None:

@@ -14,7 +14,7 @@ from megalite.config import RunConfig
 from megalite.config_io import assign
 from megalite.data.splits import parse_split
 from megalite.errors import ConfigError, DataError
-from megalite.validate import validate, violations
+from megalite.validate import launched_ranks, validate, violations
 from megalite.validate_training import split_shares
 
 GOOD = {"mock_data": True, "vocab_size": 131, "num_attention_heads": 12, "hidden_size": 96, "seq_length": 48}
@@ -139,7 +139,15 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     # data
     (1, {"mock_data": False}, ["no data", "--data-path", "--mock-data"]),
     (1, {"data_path": ("a",)}, ["data_path and mock_data"]),
-    (1, {"mock_data": False, "data_path": ("0.3", "a")}, ["2 datasets", "0.3 a", "reads one"]),
+    (1, {"mock_data": False, "data_path": ("0.3", "a", "b", "c")}, ["data_path mixes", "'b'"]),
+    (1, {"mock_data": False, "data_path": ("0", "a")}, ["weight 0 of a", "above 0"]),
+    (1, {"mock_data": False, "data_path": ("a",), "train_data_path": ("b",)}, ["data_path and data paths of single splits"]),
+    (1, {"mock_data": False, "valid_data_path": ("b",), "eval_interval": 2}, ["no training data", "--train-data-path"]),
+    (1, {"mock_data": False, "train_data_path": ("a",), "valid_data_path": ("b",)}, ["valid_data_path", "--eval-interval"]),
+    (1, {"mock_data": False, "train_data_path": ("a",), "eval_interval": 2}, ["no validation data", "--valid-data-path"]),
+    (1, {"mock_data": False, "train_data_path": ("a",), "split": "9,1"}, ["split '9,1' has no effect"]),
+    (1, {"reset_attention_mask": True}, ["reset_attention_mask", "mock_data"]),
+    (1, {"shuffle": "feistel", "separate_last_epoch": False}, ["separate_last_epoch", "feistel"]),
     (1, {"vocab_size": None}, ["mock_data", "--vocab-size"]),
     (1, {"tokenizer_type": "hf"}, ["tokenizer_type hf", "--tokenizer-model"]),
     (1, {"tokenizer_type": "bytes", "tokenizer_model": "m"}, ["bytes has no file", "'m'"]),
@@ -197,6 +205,29 @@ def test_all_violations_come_at_once() -> None:
 
 def test_a_good_run_is_validated_in_silence() -> None:
     validate(assign(RunConfig(), GOOD), 1)
+
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("environment", "ranks"), [({}, 1), ({"WORLD_SIZE": "1"}, 1), (LAUNCHED, 4)])
+def test_ranks_are_counted_by_the_launchers_variables(environment: dict[str, str], ranks: int) -> None:
+    assert launched_ranks(environment) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, but RANK is not set"),
+        ({"RANK": "0"}, "RANK is set in the environment, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "but not MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_half_a_launch_is_an_error_and_not_a_run_of_one_rank(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match="torchrun") as caught:
+        launched_ranks(environment)
+    assert words in str(caught.value)
 
 
 @given(st.text(alphabet="0123.,/ -e\u0663\u2003", max_size=9))

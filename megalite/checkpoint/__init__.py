@@ -1,6 +1,22 @@
 """Checkpoints: directories of logical tensors that any layout loads."""
 
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.store import load_tensors, newest_checkpoint, save_checkpoint, step_directory
+from megalite.checkpoint.store import (
+    complete_checkpoints,
+    find_checkpoint,
+    load_tensors,
+    newest_checkpoint,
+    save_checkpoint,
+    step_directory,
+)
 
-__all__ = ["Manifest", "load_tensors", "newest_checkpoint", "read_manifest", "save_checkpoint", "step_directory"]
+__all__ = [
+    "Manifest",
+    "complete_checkpoints",
+    "find_checkpoint",
+    "load_tensors",
+    "newest_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "step_directory",
+]

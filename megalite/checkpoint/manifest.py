@@ -23,7 +23,7 @@ MANIFEST_NAME = "manifest.json"
 class Manifest:
     """step: optimizer updates made; consumed_samples: position in the data; config: the run's resolved configuration;
     tensors: {logical name: {"shape": [...], "dtype": "float32"}}; layout: how the writer was laid out (information only);
-    versions: of torch and megalite."""
+    versions: of torch and megalite; files: {file name: {"size": bytes, "crc32": ...}} of the files beside the manifest (`files.py`)."""
 
     step: int
     consumed_samples: int
@@ -31,6 +31,7 @@ class Manifest:
     tensors: dict[str, dict[str, Any]]
     layout: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, int]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -50,9 +51,35 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format version {version}; this megalite reads version {FORMAT_VERSION}")
     try:
-        return Manifest(**values)
+        manifest = Manifest(**values)
     except TypeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    problems = _problems(manifest)
+    if problems:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
+    return manifest
+
+
+def _problems(manifest: Manifest) -> list[str]:
+    """What has not the type or the range that this format says."""
+    found = []
+    for name in ("step", "consumed_samples"):
+        value = getattr(manifest, name)
+        if type(value) is not int or value < 0:
+            found.append(f"{name} is {value!r}, a whole number of 0 or more is wanted")
+    if type(manifest.config) is not dict:
+        found.append("config is not a table of settings")
+    for name, keys in (("tensors", {"shape", "dtype"}), ("files", {"size", "crc32"})):
+        table = getattr(manifest, name)
+        if type(table) is not dict:
+            found.append(f"{name} is not a table")
+        else:
+            found += [
+                f"{name}: {key} has not the entries {' and '.join(sorted(keys))}"
+                for key, facts in table.items()
+                if type(facts) is not dict or not keys <= facts.keys()
+            ]
+    return found
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -4,6 +4,8 @@ Decisions
 - Keys are logical names with global layer numbers; values are plain tensors or DTensors, whose placements tell DCP what this rank holds.
 - A checkpoint becomes visible whole or not at all: it is written to a temporary directory (DCP syncs its files), gets its manifest,
   is renamed to `step-NNNNNNN`, and `latest` is rewritten last.
+- A file that is missing or cut short makes its checkpoint incomplete, and one with changed bytes is refused (`files.py`).
+- `latest` is for people and scripts: loading takes the newest complete checkpoint, and says so where `latest` names another one.
 - Loading is strict both ways: missing and extra names, shapes and dtypes are listed together before anything is read.
 - DCP's exception derives from BaseException and would slip through `except Exception`; it becomes a CheckpointError here.
 """
@@ -12,24 +14,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megalite import comm
+from megalite.checkpoint.files import check_contents, describe_files, size_problems
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, sync_directory, write_atomically
 from megalite.errors import CheckpointError
 from megalite.grid import Axis
 from megalite.log import get_logger
 
-__all__ = ["load_tensors", "newest_checkpoint", "save_checkpoint", "step_directory"]
+__all__ = ["complete_checkpoints", "find_checkpoint", "load_tensors", "newest_checkpoint", "save_checkpoint", "step_directory"]
 
 _LATEST = "latest"
 _PREFIX = "step-"
 _MOST_SHOWN = 40
+T = TypeVar("T")
 
 
 def step_directory(directory: Path, step: int) -> Path:
@@ -48,7 +54,8 @@ def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], manifest: Ma
     try:
         dcp.save(dict(tensors), checkpoint_id=str(temporary))
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"saving {target} failed: {error}") from error
+        raise CheckpointError(f"saving {target} failed: {_reasons(error)}") from error
+    manifest = replace(manifest, files=describe_files(temporary, world))
     _on_first_rank(world, lambda: _publish(temporary, target, manifest), f"cannot finish {target}")
     return target
 
@@ -73,17 +80,25 @@ def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
     write_atomically(target.parent / _LATEST, target.name + "\n")
 
 
-def _on_first_rank(world: Axis, action, failure: str) -> None:
-    """Run `action` on the first rank; every rank learns whether it worked."""
-    error = None
+def _on_first_rank(world: Axis, action: Callable[[], T], failure: str) -> T:
+    """Run `action` on the first rank; every rank gets its value, or a CheckpointError."""
+    value, error = None, None
     if world.is_first:
         try:
-            action()
-        except OSError as caught:
+            value = action()
+        except CheckpointError as caught:
             error = str(caught)
-    error = comm.broadcast_object(error, world)
+        except OSError as caught:
+            error = f"{failure}: {caught}"
+    value, error = comm.broadcast_object((value, error), world)
     if error is not None:
-        raise CheckpointError(f"{failure}: {error}")
+        raise CheckpointError(error)
+    return value
+
+
+def find_checkpoint(path: Path, world: Axis) -> Path:
+    """`newest_checkpoint` as the first rank sees it. Collective over `world`. Raises CheckpointError on every rank."""
+    return _on_first_rank(world, lambda: newest_checkpoint(path), f"cannot read {path}")
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -93,24 +108,52 @@ def newest_checkpoint(path: Path) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; --load takes a checkpoint or the directory that --save was given")
-    if (path / MANIFEST_NAME).exists():
+    if (path / MANIFEST_NAME).exists() or (path / ".metadata").exists():  # one checkpoint; without a manifest, reading it says so
         return path
-    candidates = sorted((entry for entry in path.glob(f"{_PREFIX}*") if entry.is_dir()), reverse=True)
+    candidates = _step_directories(path)
     for candidate in candidates:
-        try:
-            read_manifest(candidate)
-        except CheckpointError as error:
-            get_logger().warning(f"passed over {candidate}: {error}")
-            continue
-        return candidate
+        problem = _incomplete(candidate)
+        if problem is None:
+            _mention_latest(path, candidate)
+            return candidate
+        get_logger().warning(f"passed over {candidate}: {problem}")
     raise CheckpointError(f"{path} holds no complete checkpoint ({len(candidates)} incomplete); was --save pointed there?")
 
 
-def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, ignore: tuple[str, ...] = ()) -> None:
-    """Fill `tensors` in place from `checkpoint`. Collective over the world.
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints below `directory`, newest first; none where it does not exist."""
+    return [candidate for candidate in _step_directories(directory) if _incomplete(candidate) is None]
+
+
+def _step_directories(directory: Path) -> list[Path]:
+    """Newest first. Numbers are compared as numbers: the eighth digit makes a name longer, not smaller."""
+    found = [entry for entry in directory.glob(f"{_PREFIX}*") if entry.is_dir() and entry.name[len(_PREFIX) :].isdecimal()]
+    return sorted(found, key=lambda entry: int(entry.name[len(_PREFIX) :]), reverse=True)
+
+
+def _incomplete(checkpoint: Path) -> str | None:
+    """Why `checkpoint` cannot be loaded, as far as can be told without reading its tensors; None where it can."""
+    try:
+        problems = size_problems(checkpoint, read_manifest(checkpoint).files)
+    except CheckpointError as error:
+        return str(error)
+    return "; ".join(problems) or None
+
+
+def _mention_latest(directory: Path, taken: Path) -> None:
+    try:
+        latest = (directory / _LATEST).read_text().strip()
+    except (OSError, ValueError):
+        return  # nothing depends on it
+    if latest != taken.name:
+        get_logger().warning(f"{directory / _LATEST} names {latest}, but {taken.name} is the newest complete checkpoint and is taken")
+
+
+def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, world: Axis, ignore: tuple[str, ...] = ()) -> None:
+    """Fill `tensors` in place from `checkpoint`. Collective over `world`.
 
     All ranks of a pipeline line together must name exactly the tensors of the checkpoint, except those whose names begin with one of
-    `ignore`. Raises CheckpointError with all differences.
+    `ignore`. Raises CheckpointError with all differences, or naming the files that are damaged.
     """
     manifest = read_manifest(checkpoint)
     wanted: dict[str, dict] = {}
@@ -122,10 +165,18 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, i
         hidden = len(differences) - _MOST_SHOWN
         listed = "\n  ".join(differences[:_MOST_SHOWN] + ([f"... {hidden} more"] if hidden > 0 else []))
         raise CheckpointError(f"{checkpoint} does not fit this model in {len(differences)} places:\n  {listed}")
+    check_contents(checkpoint, manifest.files, world)
     try:
         dcp.load(dict(tensors), checkpoint_id=str(checkpoint))
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"loading {checkpoint} failed: {error}") from error
+        raise CheckpointError(f"loading {checkpoint} failed: {_reasons(error)}") from error
+
+
+def _reasons(error: BaseException) -> str:
+    """The ranks' errors in a line each, without the checkpoint library's tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
 
 
 def describe(tensor: Tensor) -> dict:

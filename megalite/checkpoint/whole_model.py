@@ -43,7 +43,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> tuple[GP
     with warnings.catch_warnings():
         # one process is what is meant here, so being told so is noise
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        load_tensors(checkpoint, tensors, pp=Axis.single("pp"), ignore=("optimizer.",))
+        load_tensors(checkpoint, tensors, pp=Axis.single("pp"), world=Axis.single("world"), ignore=("optimizer.",))
     return stage.eval(), config
 
 

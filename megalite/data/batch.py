@@ -19,6 +19,7 @@ class MicroBatch:
     """Inputs and targets of one forward pass.
 
     tokens, labels: int64 [B, S]; loss_mask: float32 [B, S], 0 where a position bears no loss; position_ids: int64 [B, S].
+    document_ids: int32 [B, S], tokens attend only within their document, or None: they attend to everything before them.
     first_sample: number of this micro-batch's first sample in the order of the whole run. It does not depend on the layout, so random
     numbers keyed by it (dropout) do not either.
     """
@@ -28,6 +29,7 @@ class MicroBatch:
     loss_mask: Tensor
     position_ids: Tensor
     first_sample: int
+    document_ids: Tensor | None = None
 
     def to(self, target: device) -> MicroBatch:
         """The same micro-batch on another device."""
@@ -37,4 +39,5 @@ class MicroBatch:
             loss_mask=self.loss_mask.to(target, non_blocking=True),
             position_ids=self.position_ids.to(target, non_blocking=True),
             first_sample=self.first_sample,
+            document_ids=None if self.document_ids is None else self.document_ids.to(target, non_blocking=True),
         )

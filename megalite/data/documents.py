@@ -2,30 +2,33 @@
 
 Decisions. The reader only cuts bytes; parsing and encoding happen in the workers. A record of a JSON-lines file ends
 at a newline byte and nowhere else (Unicode line separators are part of the text). A text file is one document, or
-several between separators. What a file is follows from its name alone, and a name that says nothing is an error:
-guessing would turn a wrong file into zero documents. Memory is one chunk plus one record, so a corpus of any size can
-be read. A compressed file that ends too early is damaged, never just shorter.
+several between separators. Records or text follows from the name alone, and a name that says nothing is an error:
+guessing would turn a wrong file into zero documents. Compression follows from the name, or from the first bytes (which
+no text begins with), so standard input may be compressed too. Memory is one chunk plus one record, so a corpus of any
+size can be read. A compressed file that ends too early is damaged, never just shorter.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megalite.errors import ConfigError, DataError
 
-__all__ = ["STDIN", "Chunk", "Source", "find_sources", "parse_separator", "read_chunks"]
+__all__ = ["STDIN", "Chunk", "Source", "find_sources", "parse_separator", "read_chunks", "total_bytes"]
 
 STDIN = "-"
 _BOM = b"\xef\xbb\xbf"
 _JSON_LINES_SUFFIXES = (".jsonl", ".json")
 _TEXT_SUFFIX = ".txt"
 _COMPRESSIONS = (".gz", ".zst")
+_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_ZSTD_INPUT_BYTES = 1 << 14  # decompressed at a time: the library has no limit for what comes out
 _BLOCK_BYTES = 1 << 18
 _MAX_CHUNK_RECORDS = 4096
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\f": "\f", "\\\\": "\\"}
@@ -33,7 +36,7 @@ _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\f": "\f", "\\\\": "\\"}
 
 @dataclass(frozen=True)
 class Source:
-    """One input: its path (or "-"), whether it holds JSON lines, and its compression suffix ("" for none)."""
+    """One input: its path (or "-"), whether it holds JSON lines, and the compression that its name tells ("" for none)."""
 
     path: str
     is_json_lines: bool
@@ -44,13 +47,15 @@ class Source:
 class Chunk:
     """Consecutive raw records of one source.
 
-    `first` is the number of the first one, counted from 1 (line or document).
+    `first` is the number of the first one, counted from 1 (line or document). `consumed` is how many bytes of the file
+    itself (compressed, where it is) were read since the chunk before.
     """
 
     path: str
     is_json_lines: bool
     first: int
     records: list[bytes]
+    consumed: int = 0
 
     def where(self, index: int) -> str:
         """How a message names record `index` of this chunk."""
@@ -74,6 +79,12 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
             problem = f"is a folder; give its files, for example {path}/*.jsonl" if path.is_dir() else "does not exist"
             raise DataError(f"input {path} {problem}")
     return sources
+
+
+def total_bytes(sources: Iterable[Source]) -> int | None:
+    """The size of all files together, or None when a pipe is among them."""
+    paths = [Path(source.path) for source in sources]
+    return sum(path.stat().st_size for path in paths) if all(path.is_file() for path in paths) else None
 
 
 def _expand(name: str) -> list[str]:
@@ -126,65 +137,96 @@ def read_chunks(sources: Iterable[Source], separator: bytes | None, chunk_bytes:
     Raises DataError for files that cannot be read or are damaged.
     """
     for source in sources:
-        blocks = _without_bom(_read_blocks(source, stdin))
+        consumed = _Consumed()
+        blocks = _without_bom(_read_blocks(source, stdin, consumed))
         records = _split(blocks, b"\n" if source.is_json_lines else separator)
         first, held, size = 1, [], 0
         for record in records:
             held.append(record)
             size += len(record)
             if size >= chunk_bytes or len(held) == _MAX_CHUNK_RECORDS:
-                yield Chunk(source.path, source.is_json_lines, first, held)
+                yield Chunk(source.path, source.is_json_lines, first, held, consumed.take())
                 first, held, size = first + len(held), [], 0
         if held:
-            yield Chunk(source.path, source.is_json_lines, first, held)
+            yield Chunk(source.path, source.is_json_lines, first, held, consumed.take())
 
 
-def _read_blocks(source: Source, stdin: BinaryIO | None) -> Iterator[bytes]:
+class _Consumed:
+    """Counts the bytes that were read of a file."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def _read_blocks(source: Source, stdin: BinaryIO | None, consumed: _Consumed) -> Iterator[bytes]:
     if source.path == STDIN:
         if stdin is None:
             raise DataError("there is no standard input to read")
-        yield from _file_blocks(stdin)
+        yield from _plain_blocks(source, _file_blocks(stdin, consumed))
         return
     try:
         with open(source.path, "rb") as file:
-            if source.compression == ".gz":
-                with gzip.open(file) as unzipped:
-                    yield from _file_blocks(unzipped)
-            elif source.compression == ".zst":
-                yield from _zstd_blocks(source.path, file)
-            else:
-                yield from _file_blocks(file)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataError(f"{source.path}: damaged gzip data: {error}") from None
+            yield from _plain_blocks(source, _file_blocks(file, consumed))
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror or error}") from None
 
 
-def _file_blocks(file) -> Iterator[bytes]:
+def _file_blocks(file: Any, consumed: _Consumed) -> Iterator[bytes]:
     # One system call at a time: a pipe's data arrive as they come, and Ctrl-C is noticed between two of them.
     while block := file.read1(_BLOCK_BYTES):
+        consumed.count += len(block)
         yield block
 
 
-def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """Decompressed blocks of all frames; the library's own stream reader takes a cut file for a complete one."""
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path} needs the zstandard package: pip install zstandard") from None
-    decoder = None
-    for block in _file_blocks(file):
+def _plain_blocks(source: Source, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The blocks, decompressed where the name or the first bytes tell so."""
+    head = b""
+    for block in blocks:
+        head += block
+        if len(head) >= 4:
+            break
+    blocks = chain([head] if head else [], blocks)
+    found = next((suffix for magic, suffix in _MAGIC.items() if head.startswith(magic)), "")
+    compression = source.compression or found
+    if compression == ".gz":
+        return _decompressed(source.path, "gzip", blocks, lambda: zlib.decompressobj(wbits=31), zlib.error)
+    if compression == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(f"{source.path} needs the zstandard package: pip install zstandard") from None
+        pieces = (block[start : start + _ZSTD_INPUT_BYTES] for block in blocks for start in range(0, len(block), _ZSTD_INPUT_BYTES))
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        return _decompressed(source.path, "zstd", pieces, decompressor.decompressobj, zstandard.ZstdError)
+    return blocks
+
+
+def _decompressed(
+    path: str, kind: str, blocks: Iterable[bytes], new_decoder: Callable[[], Any], failure: type[Exception]
+) -> Iterator[bytes]:
+    """The contents of all members (frames) of a compressed file, one after the other."""
+    limit = [_BLOCK_BYTES] if kind == "gzip" else []
+    decoder: Any = None
+    is_empty = True
+    for block in blocks:
         while block:
-            decoder = decoder or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            if decoder is None and not is_empty and not block.strip(b"\0"):
+                break  # zero bytes behind the last member are padding
+            decoder = decoder or new_decoder()
+            is_empty = False
             try:
-                yield decoder.decompress(block)
-            except zstandard.ZstdError as error:
-                raise DataError(f"{path}: damaged zstd data: {error}") from None
-            block = b""
+                yield decoder.decompress(block, *limit)
+            except failure as error:
+                raise DataError(f"{path}: damaged {kind} data: {error}") from None
+            block = getattr(decoder, "unconsumed_tail", b"")
             if decoder.eof:
                 block, decoder = decoder.unused_data, None
-    if decoder is not None:
-        raise DataError(f"{path}: damaged zstd data: the file ends inside a frame")
+    if decoder is not None or is_empty:
+        raise DataError(f"{path}: damaged {kind} data: the file {'is empty' if is_empty else 'ends too early'}")
 
 
 def _without_bom(blocks: Iterable[bytes]) -> Iterator[bytes]:

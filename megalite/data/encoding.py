@@ -9,17 +9,19 @@ document index. White space is text. Numbers and null are never turned into text
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import orjson
 
 from megalite.data.documents import Chunk
 from megalite.data.indexed import best_dtype
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import FlatIds, Tokenizer
 from megalite.errors import DataError
 
 __all__ = ["EncodeOptions", "EncodedChunk", "EncodedDocuments", "Encoder", "parse_record"]
+
+_JSON_SPACE = b" \t\r"
 
 
 @dataclass(frozen=True)
@@ -35,41 +37,43 @@ class EncodeOptions:
 
 @dataclass
 class EncodedDocuments:
-    """Documents of one key: all tokens, the length of each sequence, the number of sequences of each document."""
+    """Documents of one key.
+
+    `tokens` [T] are all of them, `sequence_lengths` int64 [S] the tokens of each sequence, `sequences_per_document`
+    int64 [D] the sequences of each document (none for an empty one).
+    """
 
     tokens: np.ndarray
-    sequence_lengths: list[int]
-    sequences_per_document: list[int]
-
-    def documents(self) -> Iterator[list[np.ndarray]]:
-        """The sequences of each document."""
-        start, sequence = 0, 0
-        for count in self.sequences_per_document:
-            sequences = []
-            for length in self.sequence_lengths[sequence : sequence + count]:
-                sequences.append(self.tokens[start : start + length])
-                start += length
-            sequence += count
-            yield sequences
+    sequence_lengths: np.ndarray
+    sequences_per_document: np.ndarray
 
 
 @dataclass
 class EncodedChunk:
-    """One chunk's documents by key, and what was met on the way; `problem` describes the first invalid record."""
+    """One chunk's documents by key, and what was met on the way.
+
+    `records` counts what was neither blank nor skipped; `problem` describes the first skipped record; `num_bytes` is
+    text, `consumed` the file's own bytes.
+    """
 
     keys: dict[str, EncodedDocuments]
     num_bytes: int
+    consumed: int = 0
+    records: int = 0
     skipped: int = 0
     problem: str | None = None
     special_strings: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Record:
-    """A valid record: how messages name it, and the non-empty texts of each key."""
+    """A valid record: its place in the chunk, and the non-empty texts of each key."""
 
-    where: str
-    texts: list[list[str]] = field(default_factory=list)
+    index: int
+    texts: list[list[str]]
+
+    def all_texts(self) -> list[str]:
+        return [text for texts in self.texts for text in texts]
 
 
 class Encoder:
@@ -82,70 +86,73 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """All documents of a chunk in order; raises DataError for an invalid record unless those are skipped."""
-        result = EncodedChunk({}, num_bytes=sum(len(record) for record in chunk.records))
-        records = list(self._valid_records(chunk, result))
-        encoded = self._encode_records(records, result)
-        for position, key in enumerate(self._options.json_keys):
-            result.keys[key] = self._pack([sequences[position] for sequences in encoded])
+        result = EncodedChunk({}, sum(len(record) for record in chunk.records), chunk.consumed)
+        problems: dict[int, str] = {}
+        records = list(self._valid_records(chunk, problems))
+        try:
+            self._encode_keys(records, result)
+        except DataError:  # some text cannot be encoded: find out which
+            records = [record for record in records if self._is_encodable(record, problems)]
+            self._encode_keys(records, result)
+        if problems:
+            result.skipped, first = len(problems), min(problems)
+            result.problem = f"{chunk.where(first)}: {problems[first]}"
+            if not self._options.skip_invalid:
+                raise DataError(result.problem)
+        result.records = len(records)
+        if self._options.count_special:
+            spellings = self._tokenizer.special_strings
+            texts = [text for record in records for text in record.all_texts()]
+            result.special_strings = sum(text.count(spelling) for text in texts for spelling in spellings)
         return result
 
-    def _valid_records(self, chunk: Chunk, result: EncodedChunk) -> Iterator[_Record]:
+    def _valid_records(self, chunk: Chunk, problems: dict[int, str]) -> Iterator[_Record]:
+        """The records up to the first invalid one, or all valid ones where those are skipped."""
         for index, raw in enumerate(chunk.records):
-            if chunk.is_json_lines and not raw.strip():
+            if chunk.is_json_lines and not raw.strip(_JSON_SPACE):
                 continue  # a blank line is no record
             try:
-                yield _Record(chunk.where(index), parse_record(raw, chunk.is_json_lines, self._options.json_keys))
+                yield _Record(index, parse_record(raw, chunk.is_json_lines, self._options.json_keys))
             except DataError as error:
-                self._reject(chunk.where(index), error, result)
+                problems[index] = str(error)
+                if not self._options.skip_invalid:
+                    return
 
-    def _reject(self, where: str, error: DataError, result: EncodedChunk) -> None:
-        problem = f"{where}: {error}"
-        if not self._options.skip_invalid:
-            raise DataError(problem) from None
-        result.skipped += 1
-        result.problem = result.problem or problem
+    def _encode_keys(self, records: list[_Record], result: EncodedChunk) -> None:
+        """Encode all texts of a key at once, as large batches are fast."""
+        for position, key in enumerate(self._options.json_keys):
+            texts = [text for record in records for text in record.texts[position]]
+            num_texts = np.fromiter((len(record.texts[position]) for record in records), np.int64, len(records))
+            result.keys[key] = self._pack(self._tokenizer.encode_flat(texts), num_texts)
 
-    def _encode_records(self, records: list[_Record], result: EncodedChunk) -> list[list[list[list[int]]]]:
-        """Ids of each record, key and sequence. The whole chunk goes to the tokenizer at once, as batches are fast."""
+    def _is_encodable(self, record: _Record, problems: dict[int, str]) -> bool:
         try:
-            encoded = self._encode_batch(records)
-        except DataError:  # some text cannot be encoded: find out which
-            encoded, valid = [], []
-            for record in records:
-                try:
-                    encoded += self._encode_batch([record])
-                    valid.append(record)
-                except DataError as error:
-                    self._reject(record.where, error, result)
-            records = valid
-        if self._options.count_special:
-            result.special_strings = sum(self._count_special(record) for record in records)
-        return encoded
+            self._tokenizer.encode_flat(record.all_texts())
+        except DataError as error:
+            problems[record.index] = str(error)
+            return False
+        return True
 
-    def _encode_batch(self, records: Sequence[_Record]) -> list[list[list[list[int]]]]:
-        texts = [text for record in records for key_texts in record.texts for text in key_texts]
-        ids = iter(self._tokenizer.encode_batch(texts) if texts else [])
-        return [[[next(ids) for _ in key_texts] for key_texts in record.texts] for record in records]
-
-    def _count_special(self, record: _Record) -> int:
-        spellings = self._tokenizer.special_strings
-        return sum(text.count(spelling) for texts in record.texts for text in texts for spelling in spellings)
-
-    def _pack(self, documents: list[list[list[int]]]) -> EncodedDocuments:
-        parts: list[np.ndarray] = []
-        lengths: list[int] = []
-        counts: list[int] = []
-        for document in documents:
-            sequences = [ids for ids in document if ids]
-            if sequences and self._options.prepend_bos:
-                sequences[0] = [self._bos_id(), *sequences[0]]
-            if sequences and self._options.append_eod:
-                sequences[-1] = [*sequences[-1], self._eod_id()]
-            parts += [np.asarray(ids, dtype=self._dtype) for ids in sequences]
-            lengths += [len(ids) for ids in sequences]
-            counts.append(len(sequences))
-        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
-        return EncodedDocuments(tokens, lengths, counts)
+    def _pack(self, encoded: FlatIds, num_texts: np.ndarray) -> EncodedDocuments:
+        """Documents from the ids of their texts, of which document d has `num_texts[d]`; adds BOS and EOD."""
+        ids = encoded.ids
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise DataError(f"{self._tokenizer.name} gave the id {bad}, but has only {self._tokenizer.vocab_size} ids")
+        kept = encoded.lengths > 0
+        lengths = encoded.lengths[kept]
+        document = np.repeat(np.arange(len(num_texts)), num_texts)[kept]
+        changes = np.flatnonzero(np.diff(document)) + 1
+        if len(document) and self._options.prepend_bos:
+            first = np.concatenate(([0], changes))
+            ids = np.insert(ids, _ends(lengths)[first] - lengths[first], self._bos_id())
+            lengths[first] += 1
+        if len(document) and self._options.append_eod:
+            last = np.concatenate((changes - 1, [len(document) - 1]))
+            ids = np.insert(ids, _ends(lengths)[last], self._eod_id())
+            lengths[last] += 1
+        counts = np.bincount(document, minlength=len(num_texts))
+        return EncodedDocuments(ids.astype(self._dtype), lengths, counts)
 
     def _bos_id(self) -> int:
         assert self._tokenizer.bos_id is not None, "checked before any record is read"
@@ -154,6 +161,10 @@ class Encoder:
     def _eod_id(self) -> int:
         assert self._tokenizer.eod_id is not None, "checked before any record is read"
         return self._tokenizer.eod_id
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths)
 
 
 def parse_record(raw: bytes, is_json_lines: bool, keys: Sequence[str]) -> list[list[str]]:

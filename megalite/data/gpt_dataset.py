@@ -36,28 +36,15 @@ value.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from megalite.data.gpt_index import GPTIndices, IndexSpec, build_gpt_indices
 from megalite.data.index_cache import cached_indices
-from megalite.data.sample import Sample
+from megalite.data.sample import Piece, Sample, SampleFormat, TokenSource, read_stream, stream_pieces
 from megalite.errors import ConfigError, DataError
 
-__all__ = ["GPTDataset", "TokenSource"]
-
-
-class TokenSource(Protocol):
-    """What GPTDataset needs of a corpus: `IndexedDataset`, or a stand-in."""
-
-    path_prefix: str
-    dtype: np.dtype
-    sizes: np.ndarray
-
-    def __len__(self) -> int: ...
-
-    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+__all__ = ["GPTDataset", "check_corpus"]
 
 
 class GPTDataset:
@@ -65,10 +52,9 @@ class GPTDataset:
 
     `num_samples`: at least so many samples, repeating the data as often as needed; None for one pass. The length is
     that of the whole passes, so it can be larger; within one pass the order does not depend on it. `cache_dir`: folder
-    for the index arrays, None to build them in memory. `eod_id`: the token that ends a document, needed by
-    `reset_position_ids` (positions restart after it) and `eod_mask_loss` (no loss where the input is it; the prediction
-    of it keeps its loss). `add_extra_token` False makes samples that do not share a token; their last label is masked.
-    `separate_last_epoch`: see `gpt_index.py`. `split_name` only names the split in messages.
+    for the index arrays, None to build them in memory. `eod_id`, `reset_position_ids`, `reset_attention_mask` and
+    `eod_mask_loss`: see `SampleFormat`. `add_extra_token` False makes samples that do not share a token; their last label
+    is masked. `separate_last_epoch`: see `gpt_index.py`. `split_name` only names the split in messages.
 
     Raises ConfigError for settings that contradict each other, DataError when the data makes no sample.
     """
@@ -85,13 +71,20 @@ class GPTDataset:
         cache_dir: Path | None = None,
         eod_id: int | None = None,
         reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
         add_extra_token: bool = True,
         drop_last_partial: bool = True,
         separate_last_epoch: bool | None = None,
     ) -> None:
-        self.indexed, self.seq_length, self.split_name, self.eod_id = indexed, seq_length, split_name, eod_id
-        self.reset_position_ids, self.eod_mask_loss = reset_position_ids, eod_mask_loss
+        self.indexed, self.split_name = indexed, split_name
+        self.format = SampleFormat(
+            seq_length=seq_length,
+            eod_id=eod_id,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
+            eod_mask_loss=eod_mask_loss,
+        )
         low, high = (int(bound) for bound in sequence_range)
         self._extra = int(add_extra_token)
         spec = IndexSpec(seq_length, num_samples, (low, high), seed, add_extra_token, drop_last_partial, separate_last_epoch)
@@ -107,36 +100,36 @@ class GPTDataset:
 
     def __getitem__(self, i: int) -> Sample:
         """Sample `i`, in fresh arrays. Raises IndexError beyond the end."""
+        return self.format.sample(read_stream(self.indexed, *self._span(i)))
+
+    def pieces(self, i: int) -> list[Piece]:
+        """Where the tokens of sample `i` lie, in order: seq_length + extra in all, fewer where it is padded."""
+        return [piece for piece in stream_pieces(self.indexed, *self._span(i)) if piece.stop > piece.start]
+
+    def samples_with(self, sequence: int) -> list[int]:
+        """The samples that read any token of `sequence`, ascending. Takes one pass over documents and samples, none over tokens."""
+        document_index, sample_index, shuffle_index = self.indices
+        positions = np.flatnonzero(document_index == sequence)
+        if len(positions) == 0 or self.indexed.sizes[sequence] == 0:
+            return []
+        border_positions, borders = np.ascontiguousarray(sample_index[:, 0]), positions.astype(sample_index.dtype)
+        # Of the samples that reach a position, all but the outer ones read its document for certain.
+        firsts = np.maximum(np.searchsorted(border_positions, borders, side="left") - 1, 0)
+        lasts = np.minimum(np.searchsorted(border_positions, borders, side="right"), len(self))
+        is_read = np.zeros(len(self), dtype=bool)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            is_read[first:last] = True
+        return [i for i in np.flatnonzero(is_read[shuffle_index]).tolist() if any(piece.sequence == sequence for piece in self.pieces(i))]
+
+    def _span(self, i: int) -> tuple[list[int], int, int]:
+        """Sample `i` in the stream: its documents, the first token in the first of them, the end in the last one."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of the {self.split_name} split, which has {len(self)}")
-        stream = self._read(int(self.indices.shuffle_index[i]))
-        num_inputs = min(len(stream), self.seq_length)
-        num_labels = max(len(stream) - 1, 0)
-        tokens, labels = np.zeros(self.seq_length, np.int64), np.zeros(self.seq_length, np.int64)
-        tokens[:num_inputs] = stream[:num_inputs]
-        labels[:num_labels] = stream[1:]
-        loss_mask = np.zeros(self.seq_length, np.float32)
-        loss_mask[:num_labels] = 1.0
-        position_ids = np.arange(self.seq_length, dtype=np.int64)
-        if self.eod_mask_loss or self.reset_position_ids:
-            ends = np.flatnonzero(tokens[:num_inputs] == self.eod_id)
-            if self.eod_mask_loss:
-                loss_mask[ends] = 0.0
-            if self.reset_position_ids:
-                position_ids -= _document_starts(ends, self.seq_length)
-        return Sample(tokens, labels, loss_mask, position_ids)
-
-    def _read(self, sample: int) -> np.ndarray:
-        """The tokens of stream sample `sample`: int64, at most seq_length + extra of them."""
+        sample = int(self.indices.shuffle_index[i])
         (first, start), (last, end) = self.indices.sample_index[sample : sample + 2].tolist()
         documents = self.indices.document_index[first : last + 1].tolist()
-        pieces: list[np.ndarray] = []
-        for position, document in enumerate(documents, start=first):
-            # A border one before the start of an empty document is legal at the very end of the data.
-            offset = max(start, 0) if position == first else 0
-            stop = end + self._extra if position == last else int(self.indexed.sizes[document])
-            pieces.append(self.indexed.get(document, offset, max(stop - offset, 0)))
-        return np.concatenate(pieces, dtype=np.int64)
+        # A border one before the start of an empty document is legal at the very end of the data.
+        return documents, max(start, 0), end + self._extra
 
     def _indices(self, spec: IndexSpec, cache_dir: Path | None) -> GPTIndices:
         sizes = self.indexed.sizes
@@ -145,38 +138,26 @@ class GPTDataset:
         return cached_indices(Path(cache_dir), self.indexed.path_prefix, spec, lambda: build_gpt_indices(sizes, spec))
 
     def _check(self, spec: IndexSpec) -> None:
-        low, high = spec.sequence_range
-        num_sequences, where = len(self.indexed), f"{self.split_name} split of {self.indexed.path_prefix}"
-        if self.indexed.dtype.kind not in "iu":
-            raise DataError(f"{where}: it holds {self.indexed.dtype.name} numbers, not token ids")
-        if not 0 <= low <= high <= num_sequences:
-            raise DataError(f"{where}: sequences {low} to {high} were asked for, it has {num_sequences}")
-        if low == high:
-            raise DataError(
-                f"{where}: none of its {num_sequences} sequences falls into this split; give the split a larger share, "
-                "or use data with more documents"
-            )
-        violations = _settings_violations(spec)
-        if self.eod_id is None and (self.reset_position_ids or self.eod_mask_loss):
-            violations.append("resetting position ids or masking the loss after documents needs the end-of-document id")
+        where = f"{self.split_name} split of {self.indexed.path_prefix}"
+        check_corpus(self.indexed, spec.sequence_range, self.split_name)
+        violations = self.format.violations()
+        if spec.num_samples is not None and spec.num_samples < 0:
+            violations.append(f"{spec.num_samples} samples were asked for; the number must not be negative")
+        if not 0 <= spec.seed < 2**32:
+            violations.append(f"seed is {spec.seed}, it must lie in [0, 2^32)")
         if violations:
             raise ConfigError([f"{where}: {violation}" for violation in violations])
 
 
-def _settings_violations(spec: IndexSpec) -> list[str]:
-    violations = []
-    if spec.seq_length < 1:
-        violations.append(f"sequence length is {spec.seq_length}, it must be at least 1")
-    if spec.num_samples is not None and spec.num_samples < 0:
-        violations.append(f"{spec.num_samples} samples were asked for; the number must not be negative")
-    if not 0 <= spec.seed < 2**32:
-        violations.append(f"seed is {spec.seed}, it must lie in [0, 2^32)")
-    return violations
-
-
-def _document_starts(ends: np.ndarray, length: int) -> np.ndarray:
-    """For every position the start of its document, [length], from the positions of the end-of-document tokens."""
-    starts = np.zeros(length, dtype=np.int64)
-    inner = ends[ends + 1 < length] + 1
-    starts[inner] = inner
-    return np.maximum.accumulate(starts)
+def check_corpus(indexed: TokenSource, sequence_range: tuple[int, int], split_name: str) -> None:
+    """Raises DataError unless the range holds sequences of token ids."""
+    (low, high), num_sequences, where = sequence_range, len(indexed), f"{split_name} split of {indexed.path_prefix}"
+    if indexed.dtype.kind not in "iu":
+        raise DataError(f"{where}: it holds {indexed.dtype.name} numbers, not token ids")
+    if not 0 <= low <= high <= num_sequences:
+        raise DataError(f"{where}: sequences {low} to {high} were asked for, it has {num_sequences}")
+    if low == high:
+        raise DataError(
+            f"{where}: none of its {num_sequences} sequences falls into this split; give the split a larger share, "
+            "or use data with more documents"
+        )

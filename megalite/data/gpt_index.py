@@ -11,22 +11,27 @@ The last epoch. When the run needs only part of it (under 80 percent), that epoc
 otherwise documents would be missing from the middle of the run and not from its end. The price is that the documents of
 the last epoch come as one block, which can show as a small step in the training loss. `separate_last_epoch` decides
 otherwise.
+
+Speed. The document shuffle comes first. After it the generator's state is known, so the samples are shuffled while
+another thread cuts the documents into samples.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from megalite.data.index_builder import build_sample_index
+from megalite.data.index_builder import LegacyRandom, build_sample_index, legacy_random
 from megalite.errors import DataError
 
 __all__ = ["EpochPlan", "GPTIndices", "IndexSpec", "build_gpt_indices", "plan_epochs"]
 
 _LAST_EPOCH_SHARE = 0.80
+_SAMPLES_WORTH_A_THREAD = 1 << 16
 _UINT32_LIMIT = np.iinfo(np.uint32).max - 1
 
 
@@ -75,17 +80,22 @@ def build_gpt_indices(sizes: np.ndarray, spec: IndexSpec) -> GPTIndices:
     """
     low, high = spec.sequence_range
     plan = plan_epochs(int(np.sum(sizes[low:high], dtype=np.int64)), spec)
-    random = np.random.RandomState(spec.seed)
+    random, before_last = legacy_random(spec.seed), plan.num_samples_before_last
     documents = np.arange(low, high, dtype=np.int64 if high > np.iinfo(np.int32).max else np.int32)
-    separate = plan.num_samples_before_last is not None
-    document_index = np.concatenate(
-        [_shuffled(np.tile(documents, num_epochs), random) for num_epochs in ((plan.num_epochs - 1, 1) if separate else (plan.num_epochs,))]
-    )
-    sample_index = build_sample_index(sizes, document_index, spec.seq_length, plan.num_samples, spec.add_extra_token)
+    document_index = np.empty((plan.num_epochs, high - low), dtype=documents.dtype)
+    document_index[:] = documents
+    document_index = document_index.reshape(-1)
+    _shuffle_parts(document_index, 0 if before_last is None else len(document_index) - len(documents), random)
     dtype = np.int64 if plan.num_samples >= _UINT32_LIMIT else np.uint32
-    bounds = (0, plan.num_samples_before_last or 0, plan.num_samples) if separate else (0, plan.num_samples)
-    shuffle_index = np.concatenate([_shuffled(np.arange(start, stop, dtype=dtype), random) for start, stop in pairwise(bounds)])
-    return GPTIndices(document_index, sample_index, shuffle_index)
+    shuffle_index = np.arange(plan.num_samples, dtype=dtype)
+    cut = partial(build_sample_index, sizes, document_index, spec.seq_length, plan.num_samples, spec.add_extra_token)
+    if plan.num_samples < _SAMPLES_WORTH_A_THREAD:
+        _shuffle_parts(shuffle_index, before_last or 0, random)
+        return GPTIndices(document_index, cut(), shuffle_index)
+    with ThreadPoolExecutor(1) as executor:
+        borders = executor.submit(cut)
+        _shuffle_parts(shuffle_index, before_last or 0, random)
+        return GPTIndices(document_index, borders.result(), shuffle_index)
 
 
 def plan_epochs(tokens_per_epoch: int, spec: IndexSpec) -> EpochPlan:
@@ -130,6 +140,7 @@ def _separate_from(num_epochs: int, tokens_per_epoch: int, spec: IndexSpec) -> i
     return None
 
 
-def _shuffled(values: np.ndarray, random: np.random.RandomState) -> np.ndarray:
-    random.shuffle(values)
-    return values
+def _shuffle_parts(values: np.ndarray, border: int, random: LegacyRandom) -> None:
+    """Shuffle what is before `border`, then what is after it, in place."""
+    random.shuffle(values[:border])
+    random.shuffle(values[border:])

@@ -1,4 +1,4 @@
-"""The two index loops that are too long for Python: cutting documents into samples, and interleaving datasets.
+"""The index loops that are too long for Python: cutting documents into samples, interleaving datasets, shuffling.
 
 Each exists twice: in C++ (`csrc/index_builder.cpp`) and here as a `*_reference`, which is the definition and the
 fallback where the extension was not compiled. The public functions choose; the results are equal to the last bit.
@@ -9,6 +9,8 @@ neighbours share that token: the last label of one is the first input of the nex
 
 Blends. At every step the dataset furthest below its share gives its next sample. This is deterministic, not random, and
 keeps every dataset close to its share all the time.
+
+Shuffles. The C++ class draws the numbers of `numpy.random.RandomState`, which is the definition.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 
 __all__ = [
+    "LegacyRandom",
     "build_blending_indices",
     "build_blending_indices_reference",
     "build_exhaustive_blending_indices",
     "build_exhaustive_blending_indices_reference",
     "build_sample_index",
     "build_sample_index_reference",
+    "legacy_random",
     "native_builder",
 ]
 
@@ -54,7 +59,8 @@ def build_sample_index(
 def build_blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """A blend of `size` samples by share: (dataset int16 [size], sample number within that dataset int64 [size]).
 
-    `weights` are shares of the samples and sum to 1. Raises ValueError for no dataset, more than 32767, or size < 0.
+    `weights` are shares of the samples and sum to 1. Raises ValueError for no dataset, more than 32767, a weight that is
+    negative or not finite, or size < 0.
     """
     builder = native_builder()
     build = build_blending_indices_reference if builder is None else builder.build_blending_indices
@@ -69,6 +75,20 @@ def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray,
     builder = native_builder()
     build = build_exhaustive_blending_indices_reference if builder is None else builder.build_exhaustive_blending_indices
     return build([int(size) for size in sizes])
+
+
+class LegacyRandom(Protocol):
+    """The part of `numpy.random.RandomState` that the index arrays are drawn with."""
+
+    def shuffle(self, x: np.ndarray, /) -> None:
+        """Shuffle [n] in place; int32, uint32 or int64, contiguous."""
+        ...
+
+
+def legacy_random(seed: int) -> LegacyRandom:
+    """A fresh generator whose shuffles are those of `numpy.random.RandomState(seed)`. `seed` in [0, 2^32)."""
+    builder = native_builder()
+    return np.random.RandomState(seed) if builder is None else builder.LegacyRandom(seed)
 
 
 @cache
@@ -127,6 +147,8 @@ def build_exhaustive_blending_indices_reference(sizes: Sequence[int]) -> tuple[n
 def _blend_reference(weights: np.ndarray, size: int, allowed: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     if not 0 < len(weights) <= _MAX_DATASETS or size < 0:
         raise ValueError(f"a blend of {size} samples from {len(weights)} datasets; 1 to {_MAX_DATASETS} are possible")
+    if not np.all(np.isfinite(weights) & (weights >= 0)):
+        raise ValueError(f"a weight of {weights.tolist()} is not a number of 0 or more")
     dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     taken = np.zeros(len(weights), dtype=np.int64)
     for step in range(size):

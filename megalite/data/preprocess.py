@@ -5,7 +5,8 @@
 
 Decisions. The output is a function of the input and the settings alone: chunks come back in order, whatever the
 number of workers. All output has temporary names until everything was read, so a run that fails leaves nothing, or
-what was there before. A run that wrote no token is a failure. Ids are stored in the smallest dtype that holds the
+what was there before. The `.idx` gets its name last, behind the side file, so a run that is killed leaves each dataset
+complete or absent. A run that wrote no token is a failure. Ids are stored in the smallest dtype that holds the
 tokenizer's largest id.
 """
 
@@ -20,12 +21,15 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import BinaryIO
 
-from megalite.data.dataset_meta import DatasetMeta, meta_path, write_meta
-from megalite.data.documents import Chunk, find_sources, parse_separator, read_chunks
+import numpy as np
+
+from megalite.data.dataset_meta import DatasetMeta, write_meta
+from megalite.data.documents import Chunk, find_sources, parse_separator, read_chunks, total_bytes
 from megalite.data.encoding import EncodedChunk, EncodedDocuments, EncodeOptions, Encoder
-from megalite.data.indexed import best_dtype
+from megalite.data.indexed import best_dtype, index_path
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.tokenizer import Tokenizer, TokenizerSpec, find_losses
+from megalite.data.tokenizer_record import recorded_spec, tokenizer_sha256
 from megalite.data.worker_pool import map_in_order
 from megalite.errors import ConfigError, DataError
 from megalite.log import get_logger
@@ -57,8 +61,15 @@ class PreprocessOptions:
 
 @dataclass
 class Counts:
-    """What a run has done so far, over all keys; `documents` includes the empty ones, `num_bytes` is read text."""
+    """What a run has done so far, over all keys; `documents` includes the empty ones, `num_bytes` is read text.
 
+    `records` are the valid ones, so `documents` is `records` times the number of keys. `consumed` are bytes of the input
+    files, of `total` (None when a pipe is among them).
+    """
+
+    records: int = 0
+    consumed: int = 0
+    total: int | None = None
     documents: int = 0
     empty: int = 0
     sequences: int = 0
@@ -80,6 +91,8 @@ class Summary:
     eod_id: int | None
     bos_id: int | None
     outputs: list[str]
+    metas: list[DatasetMeta]
+    backend: str
 
 
 @dataclass
@@ -117,26 +130,37 @@ def preprocess(options: PreprocessOptions, report: Callable[[Counts], None] | No
     tokenizer = options.tokenizer.build()
     _check_tokenizer(options, tokenizer)
     dtype = best_dtype(tokenizer.vocab_size - 1)
-    counts = Counts()
+    counts = Counts(total=total_bytes(sources))
     chunks = read_chunks(sources, separator, options.chunk_bytes, stdin or getattr(sys.stdin, "buffer", None))
     with ExitStack() as stack:
         outputs = {}
         for key in options.json_keys:
-            prefix = output_prefix(options.output_prefix, key)
-            outputs[key] = _Output(prefix, stack.enter_context(IndexedDatasetWriter(prefix, dtype)))
+            output = _Output(prefix := output_prefix(options.output_prefix, key), IndexedDatasetWriter(prefix, dtype))
+            stack.callback(output.writer.abort)  # removes what has a temporary name, so nothing after publish()
+            outputs[key] = output
         encoded = stack.enter_context(closing(_encode_all(chunks, options, tokenizer)))
         for chunk in encoded:
             _write_chunk(chunk, outputs, counts)
             if report is not None:
                 report(counts)
         _check_result(outputs, counts)
-        for output in outputs.values():
-            meta_path(output.prefix).unlink(missing_ok=True)  # an old one must not describe the new files
-    for output in outputs.values():
-        write_meta(output.prefix, _meta(options, tokenizer, output))
+        metas = _publish(list(outputs.values()), options, tokenizer)
     seconds = time.perf_counter() - start
     prefixes = [output.prefix for output in outputs.values()]
-    return Summary(counts, seconds, dtype.name, tokenizer.vocab_size, tokenizer.eod_id, tokenizer.bos_id, prefixes)
+    ids = (tokenizer.vocab_size, tokenizer.eod_id, tokenizer.bos_id)
+    return Summary(counts, seconds, dtype.name, *ids, prefixes, metas, tokenizer.backend)
+
+
+def _publish(outputs: list[_Output], options: PreprocessOptions, tokenizer: Tokenizer) -> list[DatasetMeta]:
+    """Give all files their names once all of them are complete on disk, each dataset's .idx last."""
+    for output in outputs:
+        output.writer.prepare()
+    metas = [_meta(options, tokenizer, output) for output in outputs]
+    for output, meta in zip(outputs, metas, strict=True):
+        index_path(output.prefix).unlink(missing_ok=True)  # from here on the old dataset is gone: its side file is replaced
+        write_meta(output.prefix, meta)
+        output.writer.publish()
+    return metas
 
 
 def _check(options: PreprocessOptions) -> None:
@@ -160,10 +184,7 @@ def _check_tokenizer(options: PreprocessOptions, tokenizer: Tokenizer) -> None:
         raise ConfigError(f"{tokenizer.name} has no end-of-document token to append; name one with --eod-token")
     if options.prepend_bos and tokenizer.bos_id is None:
         raise ConfigError(f"{tokenizer.name} has no beginning-of-sequence token to prepend")
-    if options.tokenizer.tokenizer_type.lower() not in (
-        "bytes",
-        "chars",
-    ):  # these lose nothing, and chars knows no other scripts
+    if options.tokenizer.kind not in ("bytes", "chars"):  # these lose nothing, and chars knows no other scripts
         losses = find_losses(tokenizer)
         if losses:
             _log.warning("%s does not give back every text: it changes %s", tokenizer.name, ", ".join(losses))
@@ -188,7 +209,9 @@ def _encode_all(chunks: Iterator[Chunk], options: PreprocessOptions, tokenizer: 
 
 
 def _set_up_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism; the library reads it in this worker only
+    # The processes are the parallelism; the libraries read these in this worker only.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
 
 
 @lru_cache(maxsize=1)
@@ -203,6 +226,8 @@ def _encode_in_worker(spec: TokenizerSpec, options: EncodeOptions, chunk: Chunk)
 
 def _write_chunk(chunk: EncodedChunk, outputs: dict[str, _Output], counts: Counts) -> None:
     counts.num_bytes += chunk.num_bytes
+    counts.consumed += chunk.consumed
+    counts.records += chunk.records
     counts.skipped += chunk.skipped
     counts.special_strings += chunk.special_strings
     counts.problem = counts.problem or chunk.problem
@@ -211,14 +236,10 @@ def _write_chunk(chunk: EncodedChunk, outputs: dict[str, _Output], counts: Count
 
 
 def _write_documents(documents: EncodedDocuments, output: _Output, counts: Counts) -> None:
-    for sequences in documents.documents():
-        for ids in sequences:
-            output.writer.add_sequence(ids)
-        output.writer.end_document()
-    empty = documents.sequences_per_document.count(0)
+    output.writer.add_documents(documents.tokens, documents.sequence_lengths, documents.sequences_per_document)
+    empty = int(np.count_nonzero(documents.sequences_per_document == 0))
     output.empty += empty
-    if len(documents.tokens):
-        output.max_id = max(output.max_id, int(documents.tokens.max()))
+    output.max_id = max(output.max_id, int(documents.tokens.max(initial=0)) if len(documents.tokens) else -1)
     counts.documents += len(documents.sequences_per_document)
     counts.empty += empty
     counts.sequences += len(documents.sequence_lengths)
@@ -249,4 +270,7 @@ def _meta(options: PreprocessOptions, tokenizer: Tokenizer, output: _Output) -> 
         tokens=output.writer.num_tokens,
         max_id=output.max_id,
         dtype=output.writer.dtype.name,
+        tokenizer_sha256=tokenizer_sha256(options.tokenizer),
+        tokenizer_spec=recorded_spec(options.tokenizer),
+        bin_sha256=output.writer.bin_sha256,
     )

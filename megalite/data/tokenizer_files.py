@@ -13,7 +13,8 @@ from pathlib import Path
 
 import orjson
 
-from megalite.data.tokenizer import check_ids, utf8_bytes
+from megalite.data.sentencepiece_words import WordEncoder, word_encoder
+from megalite.data.tokenizer import FlatIds, check_ids, flatten, utf8_bytes
 from megalite.errors import DataError
 
 __all__ = ["CharsTokenizer", "SentencePieceTokenizer", "load_json"]
@@ -24,6 +25,7 @@ class CharsTokenizer:
 
     bos_id: int | None = None
     special_strings: tuple[str, ...] = ()
+    backend = "reference"
 
     def __init__(self, path: Path) -> None:
         characters = load_json(path)
@@ -52,6 +54,9 @@ class CharsTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
+        return flatten(self.encode_batch(texts))
+
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self)
         return "".join(self._characters[token] for token in ids if token != self.eod_id)
@@ -60,7 +65,7 @@ class CharsTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece `.model` file. EOD is the model's eos, BOS its bos; both may be missing."""
 
-    def __init__(self, path: Path, eod_token: str | None = None) -> None:
+    def __init__(self, path: Path, eod_token: str | None = None, use_fast: bool = True) -> None:
         import sentencepiece
 
         try:
@@ -74,6 +79,8 @@ class SentencePieceTokenizer:
         self.eod_id: int | None = _known(processor.eos_id()) if eod_token is None else self._find(eod_token)
         self._control = {token for token in range(self.vocab_size) if processor.is_control(token)}
         self.special_strings: tuple[str, ...] = tuple(processor.id_to_piece(token) for token in sorted(self._control))
+        self._words: WordEncoder | None = word_encoder(processor) if use_fast else None
+        self.backend = "reference" if self._words is None else "sentencepiece by words"
 
     def _find(self, piece: str) -> int:
         token = int(self._processor.piece_to_id(piece))
@@ -88,6 +95,13 @@ class SentencePieceTokenizer:
         for text in texts:
             utf8_bytes(text)
         return self._processor.encode(list(texts), out_type=int, num_threads=1)
+
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
+        if self._words is None:
+            return flatten(self.encode_batch(texts))
+        for text in texts:
+            utf8_bytes(text)
+        return self._words.encode_flat(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self)

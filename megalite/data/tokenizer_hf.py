@@ -16,7 +16,8 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megalite.data.tokenizer import check_ids, utf8_bytes
+from megalite.data.fast_backend import FastBackend, fast_backend
+from megalite.data.tokenizer import FlatIds, check_ids, flatten, utf8_bytes
 from megalite.data.tokenizer_files import load_json
 from megalite.errors import DataError
 
@@ -27,11 +28,13 @@ _WELL_KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]")
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, or a folder that holds one (or vocab.json and merges.txt)."""
+    """A `tokenizer.json`, a folder that holds one (or vocab.json and merges.txt), or a vocab.json with `merges`."""
 
-    def __init__(self, path: Path, allow_special: bool = False, eod_token: str | None = None) -> None:
+    def __init__(
+        self, path: Path, allow_special: bool = False, eod_token: str | None = None, *, merges: str | None = None, use_fast: bool = True
+    ) -> None:
         folder = path if path.is_dir() else path.parent
-        backend = _load_backend(path)
+        backend = _load_gpt2(path, Path(merges)) if merges else _load_backend(path)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = not allow_special
@@ -48,6 +51,8 @@ class HFTokenizer:
         self.special_strings: tuple[str, ...] = tuple(specials[token] for token in sorted(specials))
         # Models that look up whole pieces (Unigram, WordLevel) still find a special spelling among their own pieces.
         self._inseparable = [] if allow_special else [s for s in self.special_strings if self._holds_special(s)]
+        self._fast: FastBackend | None = fast_backend(backend, allow_special) if use_fast else None
+        self.backend = "reference" if self._fast is None else self._fast.name
 
     def _holds_special(self, text: str) -> bool:
         return not self._special_ids.isdisjoint(self._backend.encode(text, add_special_tokens=False).ids)
@@ -60,6 +65,13 @@ class HFTokenizer:
         for text in texts:
             self._check_text(text)
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
+        if self._fast is None:
+            return flatten(self.encode_batch(texts))
+        for text in texts:
+            self._check_text(text)
+        return self._fast.encode_flat(texts)
 
     def _check_text(self, text: str) -> None:
         utf8_bytes(text)
@@ -80,19 +92,25 @@ def _load_backend(path: Path) -> Backend:
     """The tokenizer of a file or folder, with truncation and padding as the file has them."""
     file = path / "tokenizer.json" if path.is_dir() else path
     vocab, merges = path / "vocab.json", path / "merges.txt"
+    if path.is_dir() and not file.exists() and vocab.exists() and merges.exists():
+        return _load_gpt2(vocab, merges)
+    if not file.exists():
+        raise DataError(f"{path} holds neither tokenizer.json nor vocab.json with merges.txt")
     try:
-        if path.is_dir() and not file.exists() and vocab.exists() and merges.exists():
-            backend = Backend(models.BPE.from_file(str(vocab), str(merges)))
-            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            backend.decoder = decoders.ByteLevel()
-            return backend
-        if not file.exists():
-            raise DataError(f"{path} holds neither tokenizer.json nor vocab.json with merges.txt")
         return Backend.from_file(str(file))
-    except DataError:
-        raise
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{file} is no Hugging Face tokenizer file: {error}") from None
+
+
+def _load_gpt2(vocab: Path, merges: Path) -> Backend:
+    """GPT-2's byte-level BPE, whose pattern and alphabet are not in its two files."""
+    try:
+        backend = Backend(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{vocab} and {merges} are no GPT-2 vocabulary: {error}") from None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def _find_token(backend: Backend, folder: Path, role: str, well_known: Sequence[str], named: str | None) -> int | None:

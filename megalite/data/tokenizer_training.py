@@ -36,7 +36,7 @@ def read_texts(inputs: Sequence[str], key: str = "text") -> Iterator[str]:
     stdin = getattr(sys.stdin, "buffer", None)
     for chunk in read_chunks(find_sources(inputs), None, _CHUNK_BYTES, stdin):
         for index, raw in enumerate(chunk.records):
-            if chunk.is_json_lines and not raw.strip():
+            if chunk.is_json_lines and not raw.strip(b" \t\r"):
                 continue
             try:
                 yield from parse_record(raw, chunk.is_json_lines, [key])[0]

@@ -9,7 +9,8 @@ Decisions:
   are the flash and cuDNN ones (half precision on GPUs, anything on CPUs); the memory-efficient kernel, the only one
   for fp32 on GPUs, needs heads repeated. Without the distinction an fp32 run on a GPU would silently materialise S x
   S scores.
-- Every token sees all earlier tokens of its sequence; documents inside a sequence are not masked from each other.
+- Every token sees all earlier tokens of its sequence, or of its document where the batch numbers documents. The latter
+  is an explicit S x S mask, which rules out the flash kernel; the others need heads repeated with it.
 - Heads are split over tp, so attention dropout draws other numbers on every tp rank.
 
 Legend: S sequence, B micro-batch, H hidden, N query heads, K key/value heads, D head size; `_local` is this tp rank's
@@ -30,7 +31,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.parameter import ParallelContext
 from megalite.tensor_parallel.rng import DropoutKey, seed_dropout
 
-__all__ = ["Attention", "needs_repeated_heads"]
+__all__ = ["Attention", "document_mask", "needs_repeated_heads"]
 
 
 class Attention(nn.Module):
@@ -53,30 +54,39 @@ class Attention(nn.Module):
         self.v_proj = ColumnParallelLinear(hidden, kv_width, bias=bias, std=std, num_shards=shards, ctx=ctx)
         self.o_proj = RowParallelLinear(width, hidden, bias=config.add_bias_linear, std=output_std(config), ctx=ctx)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, key: DropoutKey) -> Tensor:
-        """[S, B, H] -> [S, B, H] (under sequence parallelism both are this rank's share of S)."""
+    def forward(self, x: Tensor, rotation: Rotation | None, key: DropoutKey, mask: Tensor | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H] (under sequence parallelism both are this rank's share of S).
+
+        mask: of `document_mask`, None for causal attention.
+        """
         projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
         q_SBND, k_SBKD, v_SBKD = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         if rotation is not None:
             q_SBND, k_SBKD = rotate(q_SBND, rotation), rotate(k_SBKD, rotation)
-        return self.o_proj(self._attend(q_SBND, k_SBKD, v_SBKD, key).flatten(2))
+        return self.o_proj(self._attend(q_SBND, k_SBKD, v_SBKD, key, mask).flatten(2))
 
-    def _attend(self, q_SBND: Tensor, k_SBKD: Tensor, v_SBKD: Tensor, key: DropoutKey) -> Tensor:
+    def _attend(self, q_SBND: Tensor, k_SBKD: Tensor, v_SBKD: Tensor, key: DropoutKey, mask: Tensor | None) -> Tensor:
         p = self.dropout_p if self.training else 0.0
         if p > 0.0:
             seed_dropout(key, "attention", q_SBND.device, self.tp.rank)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q_SBND, k_SBKD, v_SBKD))
         grouped = q.shape[1] != k.shape[1]
-        if grouped and needs_repeated_heads(q.device, q.dtype):
+        if grouped and needs_repeated_heads(q.device, q.dtype, masked=mask is not None):
             k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
             grouped = False
-        out_BNSD = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
+        out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped)
         return out_BNSD.permute(2, 0, 1, 3)
 
 
-def needs_repeated_heads(device: torch.device, dtype: torch.dtype) -> bool:
+def document_mask(document_ids: Tensor) -> Tensor:
+    """[B, S] -> [B, 1, S, S] bool: True where query i may attend to key j, the same or an earlier token of its document."""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same.tril()
+
+
+def needs_repeated_heads(device: torch.device, dtype: torch.dtype, *, masked: bool = False) -> bool:
     """Whether the best attention kernel there cannot broadcast key/value heads over query heads."""
-    return device.type == "cuda" and dtype is torch.float32
+    return device.type == "cuda" and (dtype is torch.float32 or masked)
 
 
 def _check_heads(heads: int, kv_heads: int, tp: int) -> None:

@@ -32,12 +32,14 @@ __all__ = ["Block", "Pass", "residual_split"]
 class Pass:
     """What the layers of a stage share during the forward pass of one micro-batch.
 
-    rotation: None without rotary positions. seed, first_sample: the layout-independent part of every dropout key.
+    rotation: None without rotary positions. mask: of `document_mask`, None for causal attention. seed, first_sample: the
+    layout-independent part of every dropout key.
     """
 
     rotation: Rotation | None
     seed: int
     first_sample: int
+    mask: Tensor | None = None
 
     def dropout_key(self, layer: int) -> DropoutKey:
         """The key of a global layer number; -1 is the embedding."""
@@ -63,7 +65,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """[S, B, H] -> [S, B, H] (under sequence parallelism both are this rank's share of S)."""
         key = shared.dropout_key(self.layer)
-        x = x + self._drop(self.attention(self.attention_norm(x), shared.rotation, key), key, "attention_output")
+        x = x + self._drop(self.attention(self.attention_norm(x), shared.rotation, key, shared.mask), key, "attention_output")
         return x + self._drop(self.mlp(self.mlp_norm(x)), key, "mlp_output")
 
     def _drop(self, x: Tensor, key: DropoutKey, site: str) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.data.batch import MicroBatch
+from megalite.model.attention import document_mask
 from megalite.model.block import Block, Pass
 from megalite.model.embedding import Embedding
 from megalite.model.head import Head
@@ -59,7 +60,8 @@ class GPTStage(nn.Module):
         an fp32 scalar that is equal on all tp ranks, or with `return_logits` this rank's logits [S, B, V_local].
         """
         rotation = self.rotary(batch.position_ids) if self.rotary is not None else None
-        shared = Pass(rotation, self.seed, batch.first_sample)
+        mask = None if batch.document_ids is None else document_mask(batch.document_ids)
+        shared = Pass(rotation, self.seed, batch.first_sample, mask)
         assert (x is None) == (self.embedding is not None), "hidden states come in exactly where no embedding is"
         hidden = x if self.embedding is None else self.embedding(batch, shared)
         assert hidden is not None

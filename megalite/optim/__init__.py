@@ -3,7 +3,7 @@
 from megalite.optim.grads import clip_grads_, finalize_grads, global_names, grad_norm, is_finite
 from megalite.optim.lr import lr_at
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.parameters import OptimParameter, collect_parameters
+from megalite.optim.parameters import OptimParameter, collect_parameters, without_local_copies
 from megalite.optim.replicas import check_replicas
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "grad_norm",
     "is_finite",
     "lr_at",
+    "without_local_copies",
 ]

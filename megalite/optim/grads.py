@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalite import comm
 from megalite.grid import Axis, Grid
-from megalite.optim.parameters import OptimParameter
+from megalite.optim.parameters import OptimParameter, local_twins
 
 __all__ = ["clip_grads_", "finalize_grads", "global_names", "grad_norm", "is_finite"]
 
@@ -36,11 +36,17 @@ def finalize_grads(parameters: Sequence[OptimParameter], grid: Grid) -> None:
     """Complete the gradients in place. Collective over tp, and over the embedding axis at its ends.
 
     One gather over tp per 2**24 elements (that is one, unless key and value weights are replicated), and one all-reduce
-    over the embedding axis.
+    over the embedding axis; none where both copies of a tied embedding are on one rank, which adds them itself.
     """
     if grid.tp.size > 1:
         for grads in _by_dtype([_grad(p) for p in parameters if p.info.partial_over_tp]):
             _sum_in_rank_order_(grads, grid.tp)
+    twins = local_twins(parameters)
+    for original, copy in twins:
+        torch.add(_grad(original), _grad(copy), out=_grad(original))
+        _grad(copy).copy_(_grad(original))
+    if twins:
+        return
     shared = [p for p in parameters if p.info.shared_over_pp]
     assert not shared or grid.embedding.rank >= 0, "tied copies stand on the first and the last pipeline rank"
     if grid.embedding.size > 1:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.config import OptimConfig
-from megalite.optim.parameters import OptimParameter
+from megalite.optim.parameters import OptimParameter, local_twins, without_local_copies
 
 __all__ = ["Optimizer"]
 
@@ -105,14 +105,22 @@ class Optimizer:
         The tensors share storage with the optimizer. Filling these tensors in place, then `load_step`, restores a
         state.
         """
+        saved = set(without_local_copies(self._parameters))
         return {
             parameter.name: {key: _placed_like(parameter, moment) for key, moment in moments.items()}
             for parameter, moments in zip(self._parameters, self._moments, strict=True)
+            if parameter in saved
         }
 
     def load_step(self, num_steps: int) -> None:
-        """Set the number of updates made so far, which AdamW's bias correction depends on."""
+        """The end of a restoration: set the number of updates made so far, which AdamW's bias correction depends on, and
+        give local copies of tied parameters the values and the state of their originals."""
         self.num_steps = num_steps
+        moments = dict(zip(self._parameters, self._moments, strict=True))
+        for original, copy in local_twins(self._parameters):
+            copy.local.copy_(original.local)
+            for key, moment in moments[copy].items():
+                moment.copy_(moments[original][key])
         for counter in self._counters:
             counter.fill_(num_steps)
 

@@ -5,11 +5,13 @@ Decisions
 - Everything here works on local tensors. How a parameter is cut over tp is read from its placements, how over dp is not
   even looked at: FSDP's slices are disjoint over dp_shard and equal over dp_replicate.
 - Parameters without requires_grad are not collected: they are the model's, not the optimizer's.
+- A tied embedding and its copy may stand on one rank, where a schedule puts the first and the last stage there. They
+  are two parameters with one name: summed with each other, updated alike, saved once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.tensor_parallel.parameter import ParameterInfo, logical_name, named_parameter_info
 
-__all__ = ["OptimParameter", "collect_parameters"]
+__all__ = ["OptimParameter", "collect_parameters", "local_twins", "without_local_copies"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,10 +66,22 @@ def collect_parameters(stages: Iterable[nn.Module]) -> list[OptimParameter]:
             assert not parameter.is_meta, f"{name} has no values yet"
             if parameter.requires_grad:
                 collected.append(_describe(name, parameter, infos[name]))
-    collected.sort(key=lambda entry: entry.name)
-    names = [entry.name for entry in collected]
+    collected.sort(key=lambda entry: (entry.name, entry.is_copy))
+    names = [(entry.name, entry.is_copy) for entry in collected]
     assert len(names) == len(set(names)), "two parameters of one rank have the same logical name"
     return collected
+
+
+def local_twins(parameters: Sequence[OptimParameter]) -> list[tuple[OptimParameter, OptimParameter]]:
+    """(original, copy) where both stand on this rank."""
+    originals = {p.name: p for p in parameters if not p.is_copy}
+    return [(originals[p.name], p) for p in parameters if p.is_copy and p.name in originals]
+
+
+def without_local_copies(parameters: Sequence[OptimParameter]) -> list[OptimParameter]:
+    """One parameter per name: copies only where their original is on another rank."""
+    local = {copy.name for _, copy in local_twins(parameters)}
+    return [p for p in parameters if not (p.is_copy and p.name in local)]
 
 
 def _describe(name: str, parameter: nn.Parameter, info: ParameterInfo) -> OptimParameter:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite import comm
 from megalite.grid import Axis, Grid
-from megalite.optim.parameters import OptimParameter
+from megalite.optim.parameters import OptimParameter, local_twins
 
 __all__ = ["check_replicas"]
 
@@ -25,9 +25,11 @@ def check_replicas(parameters: Sequence[OptimParameter], grid: Grid) -> list[str
     embedding. Collective; copies the parameters once.
     """
     whole = [p for p in parameters if not p.tp_sharded]
-    shared = [p for p in parameters if p.info.shared_over_pp]
+    twins = local_twins(parameters)
+    shared = [p for p in parameters if p.info.shared_over_pp and not twins]
     checks = [(whole, grid.tp), (list(parameters), grid.dp_replicate), (shared, grid.embedding)]
-    return [
+    apart = [f"{copy.name} differs from its copy on this rank" for original, copy in twins if not torch.equal(original.local, copy.local)]
+    return apart + [
         f"{name} differs over {axis.name} (ranks {', '.join(map(str, axis.ranks))})"
         for group, axis in checks
         if group and axis.size > 1

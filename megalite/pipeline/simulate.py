@@ -2,11 +2,14 @@
 
 Decisions:
 - One event simulation for everybody: `run_orders` executes each rank's list in order; an action starts when its rank
-  is free and all that it needs has arrived. The sender is never blocked; a product needs `latency` to another rank.
+  is free and all that it needs has arrived. By default the sender is never blocked.
+- Messages from one rank to another follow each other on their connection, which each occupies for bytes / bandwidth.
 - makespan is the last end minus the first start over all ranks; span is the longest time that one rank is occupied from
   its first to its last action. They differ when late ranks also start late. Bubbles are counted on the span.
 - Two bubble conventions are in use and easily confused, so both have a name: over the ideal time ((p-1)/m for 1F1B) and
   over the total time ((p-1)/(m+p-1)).
+- A forward that the schedule marks as overlapped and the backward behind it run one after the other, unless the cost
+  model has a time for the pair: then both start when the inputs of both are there, and end together.
 
 Times have no unit; they are whatever the cost model is in. Costs are per stage (chunk) and micro-batch.
 """
@@ -14,78 +17,98 @@ Times have no unit; they are whatever the cost model is in. Costs are per stage 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megalite.errors import ConfigError, ScheduleError
-from megalite.pipeline.schedules import Action, Kind, Schedule, dependencies, product
+from megalite.errors import ScheduleError
+from megalite.pipeline.schedules import Action, CostModel, Kind, Schedule, dependencies, product
 
 __all__ = ["CostModel", "Timeline", "format_table", "num_messages", "peak_activations", "run_orders", "simulate"]
 
-Cost = float | tuple[float, ...]
 Times = dict[Action, tuple[float, float]]  # (start, finish)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Time of one action: one number for all stages, or a tuple with one number per stage. A backward costs I + W.
-
-    Raises ConfigError for negative numbers.
-    """
-
-    forward: Cost = 1.0
-    input_grad: Cost = 1.0
-    weight_grad: Cost = 1.0
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "latency"):
-            value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,)) < 0:
-                raise ConfigError(f"cost model: {name} is {value}, a time cannot be negative")
-
-    def duration(self, action: Action) -> float:
-        """Time that this action occupies its rank."""
-        if action.kind == Kind.FORWARD:
-            return _of_stage(self.forward, action.stage)
-        if action.kind == Kind.INPUT_GRAD:
-            return _of_stage(self.input_grad, action.stage)
-        if action.kind == Kind.WEIGHT_GRAD:
-            return _of_stage(self.weight_grad, action.stage)
-        return _of_stage(self.input_grad, action.stage) + _of_stage(self.weight_grad, action.stage)
-
-
-def _of_stage(cost: Cost, stage: int) -> float:
-    return cost[stage] if isinstance(cost, tuple) else cost
 
 
 def run_orders(schedule: Schedule, cost: CostModel) -> Times:
     """(start, finish) of every action. Raises ScheduleError when orders wait for each other, or repeat an action."""
-    times: Times = {}
-    done: dict[Action, tuple[int, float]] = {}  # product -> (rank, finish)
-    position = [0] * schedule.num_ranks
-    clock = [0.0] * schedule.num_ranks
-    waiting: dict[Action, list[int]] = {}
+    run = _Run(schedule, cost)
     awake = list(range(schedule.num_ranks))
     while awake:
         rank = awake.pop()
-        while position[rank] < len(schedule.orders[rank]):
-            action = schedule.orders[rank][position[rank]]
-            needed = dependencies(action, schedule.num_stages)
-            missing = next((need for need in needed if need not in done), None)
+        while run.position[rank] < len(schedule.orders[rank]):
+            group = run.next_group(rank)
+            missing = run.missing(group)
             if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+                run.waiting.setdefault(missing, []).append(rank)
                 break
-            if action in times:
-                raise ScheduleError(f"rank {rank}, action {position[rank]}: {schedule.label(action)} runs twice")
-            arrivals = [end if owner == rank else end + cost.latency for owner, end in map(done.__getitem__, needed)]
-            start = max([clock[rank], *arrivals])
-            clock[rank] = start + cost.duration(action)
-            times[action] = (start, clock[rank])
-            done[product(action)] = (rank, clock[rank])
-            position[rank] += 1
-            awake += waiting.pop(product(action), [])
-    _require_finished(schedule, position, waiting)
-    return times
+            run.execute(rank, group)
+            for action in group:
+                awake += run.waiting.pop(product(action), [])
+    _require_finished(schedule, run.position, run.waiting)
+    return run.times
+
+
+@dataclass
+class _Run:
+    """State of a simulation: what is done, and when each rank and each connection is free again."""
+
+    schedule: Schedule
+    cost: CostModel
+    times: Times = field(default_factory=dict)
+    done: dict[Action, tuple[int, float]] = field(default_factory=dict)  # product -> (rank, finish)
+    arrivals: dict[tuple[Action, int], float] = field(default_factory=dict)  # product on another rank -> time
+    waiting: dict[Action, list[int]] = field(default_factory=dict)
+    link_free: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.position = [0] * self.schedule.num_ranks
+        self.clock = [0.0] * self.schedule.num_ranks
+
+    def next_group(self, rank: int) -> tuple[Action, ...]:
+        """The rank's next action, or two when the cost model knows their overlapped time."""
+        order, number = self.schedule.orders[rank], self.position[rank]
+        paired = self.cost.overlapped_pair is not None and order[number] in self.schedule.overlapped
+        return order[number : number + 2] if paired else order[number : number + 1]
+
+    def missing(self, group: tuple[Action, ...]) -> Action | None:
+        """The first input that is neither done nor made by the group itself."""
+        for action in group:
+            for need in dependencies(action, self.schedule.num_stages):
+                if need not in self.done and need not in group:
+                    return need
+        return None
+
+    def execute(self, rank: int, group: tuple[Action, ...]) -> None:
+        start = self.clock[rank]
+        for action in group:
+            if action in self.times:
+                raise ScheduleError(f"rank {rank}, action {self.position[rank]}: {self.schedule.label(action)} runs twice")
+            for need in dependencies(action, self.schedule.num_stages):
+                owner, end = self.done.get(need, (rank, 0.0))
+                start = max(start, end if owner == rank else self.arrivals[need, rank])
+        duration = self.cost.overlapped_pair if len(group) == 2 else self.cost.duration(group[0])
+        assert duration is not None, "pairs only exist when the cost model has their time"
+        self.clock[rank] = finish = start + duration
+        for action in group:
+            self.times[action] = (start, finish)
+            self.done[product(action)] = (rank, finish)
+            self.send(rank, action, finish)
+        self.position[rank] += len(group)
+
+    def send(self, rank: int, action: Action, finish: float) -> None:
+        """Put the result on its way when it is needed on another rank."""
+        if action.kind is Kind.WEIGHT_GRAD:
+            return
+        target_stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+        if not 0 <= target_stage < self.schedule.num_stages:
+            return
+        target = self.schedule.placement[target_stage]
+        if target == rank:
+            return
+        leaves = max(finish, self.link_free.get((rank, target), 0.0))
+        self.link_free[rank, target] = leaves + self.cost.transfer_time
+        arrival = leaves + self.cost.transfer_time + self.cost.latency
+        self.arrivals[product(action), target] = arrival
+        if not self.cost.overlap_communication:
+            self.clock[rank] = max(self.clock[rank], arrival)
 
 
 def _require_finished(schedule: Schedule, position: list[int], waiting: Mapping[Action, list[int]]) -> None:
@@ -160,10 +183,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     Raises ScheduleError when it never finishes, ConfigError when a per-stage cost has another number of stages.
     """
     cost = cost or CostModel()
-    for name in ("forward", "input_grad", "weight_grad"):
-        value = getattr(cost, name)
-        if isinstance(value, tuple) and len(value) != schedule.num_stages:
-            raise ConfigError(f"cost model: {name} has {len(value)} numbers for {schedule.num_stages} stages")
+    cost.check_stages(schedule.num_stages)
     times = run_orders(schedule, cost)
     start = {action: begin for action, (begin, _) in times.items()}
     return Timeline(schedule, cost, start, {action: end for action, (_, end) in times.items()})

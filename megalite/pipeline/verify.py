@@ -1,12 +1,14 @@
-"""Proof that a schedule or program is right, before any process runs it.
+"""Proof that a schedule or program is right, whoever wrote it, before any process runs it.
 
 What is proved, in this order:
+0. the numbers fit together: one order per rank, as many stages on each, every stage on a rank that exists;
 1. every stage computes each micro-batch's forward once and its backward once (B, or I and W), on the stage's rank;
 2. each stage adds up gradients in ascending micro-batch order, so that all schedules give the same bits;
 3. the program computes the schedule's orders, and has each needed send and each needed receive once, on the right rank;
 4. both ends of each directed connection list its transfers in the same order;
 5. everything an action or a send needs was computed or received earlier on its own rank;
-6. no deadlock when every send blocks until its receive is reached, and then none when it does not block either.
+6. no deadlock when every send blocks until its receive is reached, and then none when it does not block either;
+7. on request: no rank ever holds more activations than a limit.
 
 Nothing of the lowering's arithmetic is used here: the needed transfers come from the placement, and 6 is a simulation
 of its own. Messages name rank and instruction number, and show the instructions around it.
@@ -14,11 +16,12 @@ of its own. Messages name rank and instruction number, and show the instructions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
 from megalite.errors import ScheduleError
+from megalite.pipeline.check_orders import check_memory, check_schedule, fail
 from megalite.pipeline.lowering import Compute, Instruction, Program, Recv, Send, Transfer, instruction_label, lower
 from megalite.pipeline.schedules import Action, Kind, Schedule, dependencies, product
 from megalite.pipeline.simulate import peak_activations
@@ -40,95 +43,27 @@ class Proof:
     num_transfers: int
 
 
-def verify(subject: Schedule | Program) -> Proof:
-    """Prove all of the above. Raises ScheduleError with the offending rank, instruction and its neighbours."""
+def verify(subject: Schedule | Program, max_activations: int | None = None) -> Proof:
+    """Prove all of the above. Raises ScheduleError with the offending rank, instruction and its neighbours.
+
+    max_activations: most chunk activations that a rank may hold at once, each freed at the end of B or W.
+    """
     schedule = subject.schedule if isinstance(subject, Program) else subject
-    _check_complete(schedule)
-    _check_gradient_order(schedule)
+    check_schedule(schedule)
     program = subject if isinstance(subject, Program) else lower(schedule)
     _check_computes(program)
     _check_transfers(program)
     _check_connections(program)
     peak_received = _check_inputs(program)
     _check_rendezvous(program)
+    if max_activations is not None:
+        check_memory(schedule, max_activations)
     return Proof(
         peaks=peak_activations(schedule),
         peaks_at_input_grad=peak_activations(schedule, Kind.INPUT_GRAD),
         peak_received=peak_received,
         num_transfers=sum(isinstance(instruction, Send) for rank in program.instructions for instruction in rank),
     )
-
-
-# ---- 1 and 2: the schedule -------------------------------------------------------------------------------------------
-
-
-def _check_complete(schedule: Schedule) -> None:
-    if len(schedule.orders) != schedule.num_ranks:
-        raise ScheduleError(f"{schedule.name} has {len(schedule.orders)} orders for {schedule.num_ranks} ranks")
-    table = [[schedule.label(action) for action in order] for order in schedule.orders]
-    seen: set[Action] = set()
-    for rank, order in enumerate(schedule.orders):
-        for number, action in enumerate(order):
-            problem = _action_problem(schedule, rank, action, seen)
-            if problem:
-                _fail(table, {rank: number}, f"rank {rank}, action {number} ({table[rank][number]}): {problem}")
-            seen.add(action)
-    for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.num_microbatches):
-            missing = _missing_kinds(schedule, stage, microbatch, seen)
-            if missing:
-                names = " or ".join(missing)
-                _fail(table, {rank: len(table[rank])}, f"rank {rank} lacks {names}{microbatch} of stage {stage}")
-
-
-def _action_problem(schedule: Schedule, rank: int, action: Action, seen: set[Action]) -> str | None:
-    kind, stage, microbatch = action
-    if not 0 <= stage < schedule.num_stages:
-        return f"stage {stage} does not exist, there are {schedule.num_stages}"
-    if not 0 <= microbatch < schedule.num_microbatches:
-        return f"micro-batch {microbatch} does not exist, there are {schedule.num_microbatches}"
-    if schedule.placement[stage] != rank:
-        return f"stage {stage} lives on rank {schedule.placement[stage]}"
-    if action in seen:
-        return f"stage {stage} runs {kind}{microbatch} twice"
-    if kind != Kind.FORWARD and not schedule.has_backward:
-        return "this schedule has no backward"
-    halves = {action._replace(kind=half) for half in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)}
-    whole = action._replace(kind=Kind.BACKWARD)
-    if (kind == Kind.BACKWARD and seen & halves) or (action in halves and whole in seen):
-        return f"stage {stage} runs the backward of micro-batch {microbatch} both whole (B) and in halves (I, W)"
-    return None
-
-
-def _missing_kinds(schedule: Schedule, stage: int, microbatch: int, seen: set[Action]) -> list[Kind]:
-    has = {kind: Action(kind, stage, microbatch) in seen for kind in Kind}
-    if not has[Kind.FORWARD]:
-        return [Kind.FORWARD]
-    if not schedule.has_backward or has[Kind.BACKWARD] or (has[Kind.INPUT_GRAD] and has[Kind.WEIGHT_GRAD]):
-        return []
-    if has[Kind.INPUT_GRAD] or has[Kind.WEIGHT_GRAD]:
-        return [Kind.WEIGHT_GRAD if has[Kind.INPUT_GRAD] else Kind.INPUT_GRAD]
-    return [Kind.BACKWARD]
-
-
-def _check_gradient_order(schedule: Schedule) -> None:
-    # Weights of matrices get their gradient in B or W, everything else may get it in B or I: both orders count.
-    table = [[schedule.label(action) for action in order] for order in schedule.orders]
-    for half in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
-        latest = [-1] * schedule.num_stages
-        for rank, order in enumerate(schedule.orders):
-            for number, action in enumerate(order):
-                if action.kind not in (Kind.BACKWARD, half):
-                    continue
-                if action.microbatch < latest[action.stage]:
-                    _fail(
-                        table,
-                        {rank: number},
-                        f"rank {rank}, action {number} ({table[rank][number]}): stage {action.stage} has already run "
-                        f"the backward of micro-batch {latest[action.stage]}; gradients add up in ascending order, so "
-                        "that every schedule gives the same numbers",
-                    )
-                latest[action.stage] = action.microbatch
 
 
 # ---- 3 to 6: the program ---------------------------------------------------------------------------------------------
@@ -194,7 +129,7 @@ def _check_connections(program: Program) -> None:
         for (at_source, transfer), (at_target, other) in zip(sent, recvs[source, target], strict=True):
             if transfer != other:
                 table = _labels(program)
-                _fail(
+                fail(
                     table,
                     {source: at_source, target: at_target},
                     f"rank {source}, instruction {at_source} ('{table[source][at_source]}') would arrive at rank "
@@ -254,7 +189,7 @@ def _check_rendezvous(program: Program) -> None:
     if stuck:
         table = _labels(program)
         waits = ", ".join(f"rank {rank} at instruction {n} ('{table[rank][n]}')" for rank, n in stuck.items())
-        _fail(table, stuck, f"deadlock with blocking sends: {waits}")
+        fail(table, stuck, f"deadlock with blocking sends: {waits}")
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -267,16 +202,4 @@ def _labels(program: Program) -> list[list[str]]:
 def _fail_at(program: Program, rank: int, number: int, text: str) -> NoReturn:
     table = _labels(program)
     name = f" ({table[rank][number]})" if number < len(table[rank]) else ""
-    _fail(table, {rank: number}, f"rank {rank}, instruction {number}{name}: {text}")
-
-
-def _fail(table: Sequence[Sequence[str]], marks: Mapping[int, int], text: str) -> NoReturn:
-    """Raise with the marked place of each rank and its neighbours, e.g. `rank 1: ... 2 F1 | [3 B0] | 4 F2 ...`."""
-    lines = [text]
-    for rank, mark in marks.items():
-        cells = [*table[rank], "end"]
-        first, last = max(0, mark - 3), min(len(cells), mark + 4)
-        shown = [f"[{n} {cells[n]}]" if n == mark else f"{n} {cells[n]}" for n in range(first, last)]
-        left, right = "... " if first else "", " ..." if last < len(cells) else ""
-        lines.append(f"  rank {rank}: {left}{' | '.join(shown)}{right}")
-    raise ScheduleError("\n".join(lines))
+    fail(table, {rank: number}, f"rank {rank}, instruction {number}{name}: {text}")

@@ -37,8 +37,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, vocab_size:
     """Token losses -log softmax(logits)[target] over the first `vocab_size` columns.
 
     logits: this rank's [S, B, V_local]; targets: int64 [S, B], alike on all ranks. Returns [S, B] fp32 (fp64 for fp64
-    logits). Raises DataError for a target outside the vocabulary; on other devices than the CPU its loss is NaN
-    instead, as looking would wait.
+    logits). Raises DataError for a target outside the vocabulary; on other devices than the CPU its loss and gradient
+    are NaN instead, as looking would wait.
     """
     _check_width(logits, vocab_size, padded_vocab_size, tp)
     check_tokens(targets, vocab_size)
@@ -94,11 +94,12 @@ class _CrossEntropy(torch.autograd.Function):
         target_logit = buffer.gather(-1, column).squeeze(-1).masked_fill_(~is_own, 0.0)
         buffer.exp_()[..., num_valid:].zero_()
         target_logit, total = comm.all_reduce_(torch.stack((target_logit, buffer.sum(-1))), tp)
+        # NaN before anything is derived from it, so that the gradient shows it too: a finite gradient would be applied
+        total = total.masked_fill((targets < 0) | (targets >= vocab_size), float("nan"))
 
         ctx.dtype = logits.dtype
         ctx.save_for_backward(buffer, total, column, is_own)
-        loss = total.log().sub_(target_logit)
-        return loss.masked_fill_((targets < 0) | (targets >= vocab_size), float("nan"))
+        return total.log().sub_(target_logit)
 
     @staticmethod
     @once_differentiable

@@ -9,8 +9,8 @@ Decisions
   heads, and its gradient is a part of the whole (`partial_over_tp`).
 - A row-parallel bias is added once, after the sum over tp. Under sequence parallelism each rank sees its positions
   only, so the bias' gradient is partial.
-- Parameters have no values until `init_module_`: the values depend on the parameter's full name, which a layer does not
-  know.
+- Parameters have no values until `init_parameter_`: the values depend on the parameter's full name, which a layer does
+  not know.
 
 The embedding's collectives: one all-reduce forward, or with sequence parallelism one reduce-scatter forward and one
 all-gather backward.

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import SHARDING_STRATEGIES, RunConfig
+from megalite.pipeline.schedules import SCHEDULES
 
-__all__ = ["Layout", "factorisations", "layouts"]
+__all__ = ["WHOLE_BACKWARD", "Layout", "factorisations", "layouts"]
+
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved-1f1b")
+"""Schedules of the matrix unless others are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,12 @@ class Layout:
         parts += ["sp" if self.sequence_parallel else "no sp"] if self.tp > 1 else []
         return " ".join([*parts, "tied" if self.tied else "untied"])
 
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks per rank: the fewest that the schedule runs with, 1 or 2."""
+        enough = 2 * self.pp  # micro-batches: their number is not what is asked here
+        return 2 if SCHEDULES[self.schedule].violations(self.pp, enough, 1) else 1
+
     def apply(self, config: RunConfig) -> RunConfig:
         """`config` laid out like this."""
         parallel = replace(
@@ -47,7 +57,7 @@ class Layout:
             data_parallel_sharding_strategy=SHARDING_STRATEGIES[self.zero],
             sequence_parallel=self.sequence_parallel,
             pipeline_schedule=self.schedule,
-            num_virtual_stages_per_pipeline_rank=2 if self.schedule == "interleaved-1f1b" else 1,
+            num_virtual_stages_per_pipeline_rank=self.num_chunks,
             pipeline_layer_split=None,
         )
         model = replace(config.model, untie_embeddings_and_output_weights=not self.tied)
@@ -65,12 +75,18 @@ def factorisations(num_ranks: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def layouts(num_ranks: int, *, zeros: tuple[int, ...] = (0, 3), tied: tuple[bool, ...] = (False, True)) -> Iterator[Layout]:
+def layouts(
+    num_ranks: int,
+    *,
+    zeros: tuple[int, ...] = (0, 3),
+    tied: tuple[bool, ...] = (False, True),
+    schedules: tuple[str, ...] = WHOLE_BACKWARD,
+) -> Iterator[Layout]:
     """Every layout of `num_ranks` ranks over zero, schedule, sequence parallelism and tying (where they make a difference)."""
     for is_tied in tied:
         for tp, pp, dp in factorisations(num_ranks):
             for zero in zeros if dp > 1 else (0,):
-                for schedule in ("gpipe", "1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",):
+                for schedule in schedules if pp > 1 else ("1f1b",):
                     for sequence_parallel in (False, True) if tp > 1 else (False,):
                         yield Layout(
                             tp=tp,

@@ -148,17 +148,17 @@ def _mask_some_positions(run: Run, masked_fraction: float) -> None:
     dataset = MockDataset(
         config.model.known_vocab_size,
         config.data.seq_length,
-        config.train.train_iters * run.global_batch_size,
+        run.batch_sizes.consumed_before(config.train.train_iters),
         config.train.seed,
         masked_fraction=masked_fraction,
     )
     run.train_loader = GlobalBatchLoader(
         dataset,
         micro_batch_size=loader.micro_batch_size,
-        global_batch_size=loader.global_batch_size,
+        global_batch_size=loader.batch_sizes,
         dp_rank=loader.dp_rank,
         dp_size=loader.dp_size,
-        prefetch=False,
+        num_workers=0,
     )
     loader.close()
 

@@ -1,7 +1,8 @@
 """What of a run goes into a checkpoint, and back: weights, optimizer moments, the state, the configuration.
 
 Keys: `model.NAME`, `optimizer.NAME.exp_avg`, `optimizer.NAME.exp_avg_sq` with logical parameter names. The last stage's copy of a tied
-embedding goes by the embedding's name. Nothing else is needed: learning rate, data order and random numbers are functions of the state.
+embedding goes by the embedding's name, and is left out where the embedding is on the same rank. Nothing else is needed: learning rate,
+data order and random numbers are functions of the state.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from megalite import __version__, comm
-from megalite.checkpoint import Manifest, load_tensors, newest_checkpoint, read_manifest, save_checkpoint
+from megalite.checkpoint import Manifest, find_checkpoint, load_tensors, read_manifest, save_checkpoint
 from megalite.checkpoint.store import describe
 from megalite.errors import CheckpointError
 from megalite.grid import AXES
 from megalite.log import get_logger
+from megalite.optim import without_local_copies
+from megalite.training.changes import changed_settings, model_conflicts
 from megalite.training.setup import Run
 
 __all__ = ["load_run", "save_run"]
@@ -34,7 +37,7 @@ def save_run(run: Run) -> Path:
     manifest = Manifest(
         step=run.state.step,
         consumed_samples=run.state.consumed_samples,
-        config=run.config.to_dict(),
+        config=run.full_config.to_dict(),
         tensors=everything,
         layout=dict(zip(AXES, run.grid.shape.sizes, strict=True)),
         versions={"torch": torch.__version__, "megalite": __version__},
@@ -46,21 +49,29 @@ def save_run(run: Run) -> Path:
 
 def load_run(run: Run, path: Path) -> None:
     """Fill a freshly built run from a checkpoint of any layout. Collective. Raises CheckpointError."""
-    checkpoint = newest_checkpoint(path)
+    checkpoint = find_checkpoint(path, run.grid.world)
+    run.grid.progress.doing = f"loading {checkpoint}"
     manifest = read_manifest(checkpoint)
+    _check_position(run, manifest)
     tensors = run_tensors(run)
-    load_tensors(checkpoint, tensors, pp=run.grid.pp)
+    load_tensors(checkpoint, tensors, pp=run.grid.pp, world=run.grid.world)
+    conflicts = model_conflicts(manifest.config, run.config.model)
+    if conflicts:
+        listed = "\n  ".join(conflicts)
+        raise CheckpointError(f"{checkpoint} is another model, although its tensors fit; use the checkpoint's settings:\n  {listed}")
     run.optimizer.load_step(manifest.step)
     run.state.step, run.state.consumed_samples = manifest.step, manifest.consumed_samples
     run.train_loader.consumed_samples = manifest.consumed_samples
-    _check_position(run, manifest)
     get_logger().info(f"loaded {checkpoint}: step {manifest.step}, {manifest.consumed_samples} samples consumed")
+    changes = changed_settings(manifest.config, run.full_config.to_dict())
+    if changes:
+        get_logger().info("changed since then: " + ", ".join(changes))
 
 
 def run_tensors(run: Run) -> dict[str, Tensor]:
     """All tensors of a checkpoint as this rank holds them, under their keys; they share storage with the run."""
     tensors: dict[str, Tensor] = {}
-    for parameter in run.parameters:
+    for parameter in without_local_copies(run.parameters):
         tensors[f"model.{parameter.name}"] = parameter.parameter.detach()
     for name, moments in run.optimizer.named_state().items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
@@ -68,7 +79,7 @@ def run_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def _check_position(run: Run, manifest: Manifest) -> None:
-    """Train on only when there is something left, and at a step that the new batch size can continue from."""
+    """Train on only when the run does not end before the checkpoint."""
     if manifest.step > run.config.train.train_iters:
         raise CheckpointError(
             f"the checkpoint is at step {manifest.step}, the run ends at train_iters {run.config.train.train_iters}; raise --train-iters"

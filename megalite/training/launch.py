@@ -6,12 +6,15 @@ Decisions
 - The first rank that fails says so in the rendezvous store, which exists before any process group; it alone prints its error. The
   others, whose errors are consequences (closed connections), print one line. Every rank then leaves at once, without the clean-up that
   could wait for the others; torchrun ends whatever is left.
+- Ctrl-C ends a rank in the same way and without a traceback.
+- Ranks do not outlive torchrun: when it is killed nobody else would end them, and they would train on unseen.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,17 +30,19 @@ from megalite.errors import ConfigError, MegaliteError
 __all__ = ["Launch", "choose_device", "guard", "init_distributed"]
 
 _FAILURES = "megalite/failures"
+_LOOK_FOR_LAUNCHER = 0.5  # seconds
 _WAIT_FOR_LAUNCHER = 5.0  # seconds that a rank which failed second leaves the launcher to notice the first one
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among those that were launched together."""
+    """Where this process stands among those that were launched together. launcher: torchrun's process id, None without it."""
 
     rank: int
     world_size: int
     local_rank: int
     store: dist.Store
+    launcher: int | None = None
 
     @classmethod
     def from_environment(cls) -> Launch:
@@ -45,7 +50,8 @@ class Launch:
         if "RANK" not in os.environ:
             return cls(0, 1, 0, dist.HashStore())
         store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[call-overload]
-        return cls(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store)
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        return cls(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store, launcher)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -83,10 +89,16 @@ def guard(launch: Launch) -> Iterator[None]:
 
     A user's error (MegaliteError) is printed as one message, anything else with its traceback. Leaves the process groups on success.
     """
+    if launch.launcher is not None:
+        threading.Thread(target=_leave_with_launcher, args=(launch,), name="leave with launcher", daemon=True).start()
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
+    except KeyboardInterrupt:
+        if _is_first_failure(launch.store):
+            _say("interrupted; what was not saved is lost\n")
+        os._exit(130)  # what a shell reports for SIGINT
     except BaseException as error:  # DCP's exceptions do not derive from Exception
         _report(launch, error)
         sys.stdout.flush()
@@ -94,6 +106,13 @@ def guard(launch: Launch) -> Iterator[None]:
         os._exit(2 if isinstance(error, ConfigError) else 1)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_with_launcher(launch: Launch) -> None:
+    while os.getppid() == launch.launcher:
+        time.sleep(_LOOK_FOR_LAUNCHER)
+    _say(f"rank {launch.rank}: stopped, because torchrun is gone\n")
+    os._exit(1)
 
 
 def _report(launch: Launch, error: BaseException) -> None:

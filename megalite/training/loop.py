@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite import comm
 from megalite.data.batch import MicroBatch
+from megalite.data.loader import GlobalBatchLoader
 from megalite.errors import MegaliteError
 from megalite.optim import clip_grads_, finalize_grads, grad_norm, lr_at
 from megalite.training.checkpoints import save_run
@@ -32,10 +33,16 @@ def train(run: Run) -> list[float]:
         is_end = state.step == train_iters
         if is_end or state.step % config.train.log_interval == 0:
             losses += run.metrics.report()
+            if run.trace is not None:
+                run.trace.flush()
         if run.valid_loader is not None and (is_end or _is_due(state.step, config.train.eval_interval)):
             losses += run.metrics.report()
             with run.metrics.pause():
-                run.metrics.report_evaluation(state.step, evaluate(run))
+                run.metrics.report_evaluation(state.step, evaluate(run, run.valid_loader))
+        if run.test_loader is not None and is_end:
+            losses += run.metrics.report()
+            with run.metrics.pause():
+                run.metrics.report_evaluation(state.step, evaluate(run, run.test_loader), "test")
         if config.output.save is not None and (is_end or _is_due(state.step, save_interval)):
             losses += run.metrics.report()
             with run.metrics.pause():
@@ -51,9 +58,10 @@ def train_step(run: Run) -> StepRecord:
     """One optimizer update. Raises MegaliteError when the gradient norm is not finite (the weights are still the good ones)."""
     state, config = run.state, run.config
     run.grid.progress.doing = f"step {state.step + 1}"
+    num_samples = run.batch_sizes.at(state.consumed_samples)
     microbatches = _to_device(run, run.train_loader.next_step())
     num_tokens = _count_tokens(run, microbatches)
-    loss_sum = run.runtime.train_step(run.train_program, microbatches, num_tokens.clamp(min=1))
+    loss_sum = run.runtime.train_step(run.train_programs[len(microbatches)], microbatches, num_tokens.clamp(min=1))
     finalize_grads(run.parameters, run.grid)
     norm = grad_norm(run.parameters, run.parameter_names, run.grid)
     norm_value = norm.item()
@@ -61,14 +69,15 @@ def train_step(run: Run) -> StepRecord:
         raise MegaliteError(_nonfinite_message(run, norm_value))
     if config.optim.clip_grad > 0:
         clip_grads_(run.parameters, norm, config.optim.clip_grad)
-    lr = lr_at(config.optim, state.step, config.train.train_iters)
+    lr = _learning_rate(run)
     run.optimizer.step(lr)
     run.optimizer.zero_grad()
     state.step += 1
-    state.consumed_samples += run.global_batch_size
+    state.consumed_samples += num_samples
     return StepRecord(
         step=state.step,
         consumed_samples=state.consumed_samples,
+        num_samples=num_samples,
         loss_sum=loss_sum,
         num_tokens=num_tokens,
         grad_norm=norm_value,
@@ -76,20 +85,28 @@ def train_step(run: Run) -> StepRecord:
     )
 
 
-def evaluate(run: Run) -> float:
-    """Sum of losses over sum of tokens on the validation samples: the same samples every time, the same value on every rank."""
-    assert run.valid_loader is not None
+def evaluate(run: Run, loader: GlobalBatchLoader) -> float:
+    """Sum of losses over sum of tokens on the loader's first samples: the same ones every time, the same value on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=run.grid.device)
     _set_training(run, False)
     for batch in range(run.config.train.eval_iters):
         run.grid.progress.doing = f"evaluation at step {run.state.step}, batch {batch + 1}"
-        microbatches = _to_device(run, run.valid_loader.batch(batch * run.global_batch_size))
+        microbatches = _to_device(run, loader.batch(batch * run.global_batch_size))
         tokens = torch.stack([microbatch.loss_mask.sum() for microbatch in microbatches]).sum()
         loss_sum = run.runtime.evaluate(run.eval_program, microbatches)
         total += torch.stack([loss_sum.double(), tokens.double() if run.has_head else torch.zeros_like(total[0])])
     _set_training(run, True)
     total = comm.all_reduce(comm.all_reduce(total, run.grid.dp), run.grid.pp)
     return (total[0] / total[1].clamp(min=1)).item()
+
+
+def _learning_rate(run: Run) -> float:
+    """Of the next step: a function of the step, or of the samples where the batch size ramps up."""
+    config, state, sizes = run.config, run.state, run.batch_sizes
+    if sizes.rampup is None:
+        return lr_at(config.optim, state.step, config.train.train_iters)
+    end = sizes.consumed_before(config.train.train_iters) / sizes.full
+    return lr_at(config.optim, state.consumed_samples / sizes.full, end, sizes.at(state.consumed_samples) / sizes.full)
 
 
 def _to_device(run: Run, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -110,9 +127,10 @@ def _set_training(run: Run, mode: bool) -> None:
 
 
 def _nonfinite_message(run: Run, norm: float) -> str:
-    lr = lr_at(run.config.optim, run.state.step, run.config.train.train_iters)
+    first = run.state.consumed_samples
     return (
-        f"the gradient norm is {norm} at step {run.state.step + 1} (lr {lr:.3e}, clip_grad {run.config.optim.clip_grad:g}); the weights "
-        "were not updated and not saved. Resume from the last checkpoint with a lower lr or a longer warm-up, or look at the data of "
-        f"samples {run.state.consumed_samples} to {run.state.consumed_samples + run.global_batch_size - 1}"
+        f"the gradient norm is {norm} at step {run.state.step + 1} (lr {_learning_rate(run):.3e}, "
+        f"clip_grad {run.config.optim.clip_grad:g}); the weights were not updated and not "
+        "saved. Resume from the last checkpoint with a lower lr or a longer warm-up, or look at the data of "
+        f"samples {first} to {first + run.batch_sizes.at(first) - 1}"
     )

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -62,10 +62,14 @@ def memory_gib(device: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step as the loop knows it. loss_sum: this rank's undivided sum; num_tokens: loss-bearing tokens of the global batch."""
+    """One step as the loop knows it. num_samples: of this step; consumed_samples: with it.
+
+    loss_sum: this rank's undivided sum; num_tokens: loss-bearing tokens of the global batch.
+    """
 
     step: int
     consumed_samples: int
+    num_samples: int
     loss_sum: Tensor
     num_tokens: Tensor
     grad_norm: float
@@ -80,12 +84,12 @@ class Metrics:
         grid: Grid,
         *,
         train_iters: int,
-        tokens_per_step: int,
+        seq_length: int,
         flops_per_token: float,
         metrics_file: Path | None,
         tensorboard_dir: str | None,
     ) -> None:
-        self._grid, self._train_iters, self._tokens_per_step = grid, train_iters, tokens_per_step
+        self._grid, self._train_iters, self._seq_length = grid, train_iters, seq_length
         self._flops_per_token, self._peak = flops_per_token, peak_flops(grid.device)
         self._records: list[StepRecord] = []
         self._logger = get_logger()
@@ -120,20 +124,21 @@ class Metrics:
         losses = self._losses()
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / len(self._records), now
+        rate = self._throughput(sum(record.num_samples for record in self._records) / len(self._records) / seconds)
         if self._is_writer:
             for record, loss in zip(self._records, losses, strict=True):
-                self._write(record, loss, seconds)
-            self._say(self._records[-1], sum(losses) / len(losses), seconds)
+                self._write(record, loss, rate)
+            self._say(self._records[-1], sum(losses) / len(losses), seconds, rate)
         self._records = []
         return losses
 
-    def report_evaluation(self, step: int, loss: float) -> None:
-        """Log a validation loss (per token, over all ranks)."""
+    def report_evaluation(self, step: int, loss: float, split: Literal["valid", "test"] = "valid") -> None:
+        """Log a validation or test loss (per token, over all ranks)."""
         if self._is_writer:
-            self._line(f"step {step} | validation loss {loss:.4f}")
-            self._record({"step": step, "valid_loss": loss})
+            self._line(f"step {step} | {'validation' if split == 'valid' else split} loss {loss:.4f}")
+            self._record({"step": step, f"{split}_loss": loss})
             if self._board is not None:
-                self._board.add_scalar("loss/valid", loss, step)
+                self._board.add_scalar(f"loss/{split}", loss, step)
 
     def close(self) -> None:
         for end in (self._file, self._board, self._bar):
@@ -147,14 +152,14 @@ class Metrics:
         total = comm.all_reduce(comm.all_reduce(sums, self._grid.dp), self._grid.pp)
         return (total / tokens.clamp(min=1)).tolist()
 
-    def _throughput(self, seconds: float) -> dict[str, float]:
-        tokens_per_s = self._tokens_per_step / seconds
+    def _throughput(self, samples_per_s: float) -> dict[str, float]:
+        tokens_per_s = samples_per_s * self._seq_length
         flops = tokens_per_s * self._flops_per_token / self._grid.world_size
         values = {"tokens_per_s": tokens_per_s, "tflops_per_rank": flops / 1e12}
         return values if self._peak is None else {**values, "mfu": flops / self._peak}
 
-    def _write(self, record: StepRecord, loss: float, seconds: float) -> None:
-        values = {"loss": loss, "lr": record.lr, "grad_norm": record.grad_norm, **self._throughput(seconds)}
+    def _write(self, record: StepRecord, loss: float, rate: dict[str, float]) -> None:
+        values = {"loss": loss, "lr": record.lr, "grad_norm": record.grad_norm, **rate}
         self._record({"step": record.step, "consumed_samples": record.consumed_samples, **values})
         if self._board is not None:
             for name, value in values.items():
@@ -165,11 +170,11 @@ class Metrics:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
 
-    def _say(self, last: StepRecord, loss: float, seconds: float) -> None:
-        rate = self._throughput(seconds)
+    def _say(self, last: StepRecord, loss: float, seconds: float, rate: dict[str, float]) -> None:
         mfu = f" | MFU {rate['mfu']:.1%}" if "mfu" in rate else ""
         self._line(
-            f"step {last.step}/{self._train_iters} | loss {loss:.4f} | lr {last.lr:.3e} | grad norm {last.grad_norm:.3f} | "
+            f"step {last.step}/{self._train_iters} | {last.consumed_samples:,} samples | loss {loss:.4f} | lr {last.lr:.3e} | "
+            f"grad norm {last.grad_norm:.3f} | "
             f"{seconds * 1e3:.0f} ms/step | {rate['tokens_per_s']:,.0f} tokens/s | {rate['tflops_per_rank']:.3f} TFLOP/s/rank{mfu} | "
             f"memory {memory_gib(self._grid.device):.2f} GiB"
         )

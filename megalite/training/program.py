@@ -10,6 +10,7 @@ from megalite.log import get_logger
 from megalite.training.checkpoints import load_run
 from megalite.training.launch import Launch
 from megalite.training.loop import train
+from megalite.training.outputs import check_save_folder
 from megalite.training.setup import Run, build_run
 
 __all__ = ["run_training"]
@@ -18,23 +19,26 @@ __all__ = ["run_training"]
 def run_training(config: RunConfig, launch: Launch) -> list[float]:
     """Train to the last step. Collective. Returns the losses of the steps made here. Raises MegaliteError subclasses."""
     run = build_run(config, launch)
-    _save_config(run)
-    if config.output.load is not None:
-        load_run(run, Path(config.output.load))
     try:
+        if run.checkpoint is not None:
+            load_run(run, run.checkpoint)
+        _prepare_save_folder(run)
         losses = train(run)
     except Exception as error:
         error.add_note(f"(during {run.grid.progress.doing})")
         raise
-    run.metrics.close()
+    finally:
+        run.metrics.close()  # also on failure: TensorBoard holds values back, and a progress bar hides the cursor
+    if run.trace is not None:
+        run.trace.close()
     run.train_loader.close()
     get_logger().info(f"done: {run.state.step} steps, {run.state.consumed_samples} samples")
     return losses
 
 
-def _save_config(run: Run) -> None:
+def _prepare_save_folder(run: Run) -> None:
     """The resolved configuration beside the run: `--config SAVE/config.toml` starts it again."""
     if run.grid.world.is_first and run.config.output.save is not None:
         folder = Path(run.config.output.save)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.toml", run.config.to_toml())
+        check_save_folder(folder, run.state.step)
+        write_atomically(folder / "config.toml", run.full_config.to_toml())

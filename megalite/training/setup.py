@@ -6,7 +6,8 @@ can tell (vocabulary, too few tokens) is checked before the first step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from megalite import comm
+from megalite.batch_sizes import BatchSizes
+from megalite.checkpoint import find_checkpoint, read_manifest
 from megalite.config import RunConfig
 from megalite.data.loader import GlobalBatchLoader
 from megalite.data_parallel import GradientSync, shard_stage
@@ -21,16 +24,17 @@ from megalite.grid import Grid, GridShape
 from megalite.log import configure_logging, get_logger
 from megalite.model import GPTStage, materialize
 from megalite.optim import Optimizer, OptimParameter, collect_parameters, global_names
+from megalite.pipeline.from_config import evaluation_schedule, stage_specs, training_schedule
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
-from megalite.pipeline.partition import split_layers
 from megalite.pipeline.runtime import PipelineRuntime, splits_backward
-from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.verify import verify
 from megalite.tensor_parallel import ParallelContext, WeightGradQueue
 from megalite.training.datasets import build_datasets, resolve_vocab_size
 from megalite.training.launch import Launch, choose_device, init_distributed
 from megalite.training.metrics import Metrics
+from megalite.training.outputs import check_outputs
+from megalite.training.pipeline_trace import PipelineTrace
 from megalite.training.state import TrainState
 from megalite.validate import validate
 
@@ -39,12 +43,15 @@ __all__ = ["Run", "build_run"]
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything one rank needs to train; `state` is the part that moves."""
+    """Everything one rank needs to train; `state` is the part that moves.
+
+    train_programs: by their number of micro-batches. checkpoint: what `load_run` is to fill it from, if anything.
+    """
 
     config: RunConfig
     grid: Grid
     stages: dict[int, GPTStage]
-    train_program: Program
+    train_programs: Mapping[int, Program]
     eval_program: Program
     runtime: PipelineRuntime
     parameters: list[OptimParameter]
@@ -52,57 +59,81 @@ class Run:
     optimizer: Optimizer
     train_loader: GlobalBatchLoader
     valid_loader: GlobalBatchLoader | None
+    test_loader: GlobalBatchLoader | None
     metrics: Metrics
+    trace: PipelineTrace | None
     state: TrainState
+    checkpoint: Path | None = None
+
+    @property
+    def full_config(self) -> RunConfig:
+        """The configuration with the global batch size written out: alone, without the number of ranks, it says what every step read."""
+        return replace(self.config, train=replace(self.config.train, global_batch_size=self.global_batch_size))
 
     @property
     def global_batch_size(self) -> int:
+        """Samples of a full step."""
         return self.config.global_batch(self.grid.world_size)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every step."""
+        return self.train_loader.batch_sizes
 
     @property
     def has_head(self) -> bool:
         """Whether this rank holds the last stage, which knows the loss."""
-        return self.train_program.schedule.num_stages - 1 in self.stages
+        return self.eval_program.schedule.num_stages - 1 in self.stages
 
 
 def build_run(config: RunConfig, launch: Launch) -> Run:
     """Validate, make the process groups, build. Collective. Raises MegaliteError subclasses."""
     config = resolve_vocab_size(config)
     validate(config, launch.world_size)
-    train_program, eval_program = build_programs(config, launch.world_size)
+    train_programs, eval_program = build_programs(config, launch.world_size)
     device = choose_device(config.train.device, launch.local_rank)
     configure_logging(launch.rank, launch.world_size)
+    if launch.rank == 0:
+        check_outputs(config.output)
     timeout = timedelta(minutes=config.train.distributed_timeout_minutes)
     if not torch.distributed.is_initialized():
         init_distributed(launch, device, timeout)
     grid = Grid.build(GridShape(**config.grid_sizes(launch.world_size)), device, timeout)
-    return build_run_on(config, grid, train_program, eval_program)
+    checkpoint = None if config.output.load is None else find_checkpoint(Path(config.output.load), grid.world)
+    return build_run_on(config, grid, train_programs, eval_program, checkpoint)
 
 
-def build_programs(config: RunConfig, world_size: int) -> tuple[Program, Program]:
-    """The training and the evaluation program, both proven. Pure. Raises ScheduleError."""
-    parallel = config.parallel
-    num_ranks, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    num_microbatches = config.num_microbatches(world_size)
-    training = lower(build_schedule(parallel.schedule, num_ranks, num_microbatches, num_chunks))
-    evaluation = lower(forward_only(num_ranks, num_microbatches, num_chunks))
-    for program in (training, evaluation):
+def build_programs(config: RunConfig, world_size: int) -> tuple[dict[int, Program], Program]:
+    """The training programs by number of micro-batches, one for each size of a batch size ramp-up, and the evaluation program.
+
+    All are proven. Pure. Raises ConfigError and ScheduleError.
+    """
+    schedules = {number: training_schedule(config.parallel, number) for number in config.all_num_microbatches(world_size)}
+    training = {number: lower(schedule) for number, schedule in schedules.items()}
+    evaluation = lower(evaluation_schedule(schedules[config.num_microbatches(world_size)]))
+    for program in (*training.values(), evaluation):
         verify(program)
     return training, evaluation
 
 
-def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_program: Program) -> Run:
-    """Build on an existing grid (tests and the parity tool keep one world for many runs)."""
-    weight_grads = WeightGradQueue() if splits_backward(train_program) else None
-    stages = build_stages(config, grid, train_program, weight_grads)
+def build_run_on(
+    config: RunConfig, grid: Grid, train_programs: Mapping[int, Program], eval_program: Program, checkpoint: Path | None = None
+) -> Run:
+    """Build on an existing grid (tests and the parity tool keep one world for many runs).
+
+    checkpoint: what the run will be filled from (`load_run`); its position says how many samples there must be.
+    """
+    full_program = train_programs[config.num_microbatches(grid.world_size)]
+    weight_grads = WeightGradQueue() if any(splits_backward(program) for program in train_programs.values()) else None
+    stages = build_stages(config, grid, full_program, weight_grads)
     parameters = collect_parameters(stages.values())
     optimizer = Optimizer(parameters, config.optim)
-    loaders = _build_loaders(config, grid)
+    loaders = _build_loaders(config, grid, _position(checkpoint))
     run = Run(
         config=config,
         grid=grid,
         stages=stages,
-        train_program=train_program,
+        train_programs=train_programs,
         eval_program=eval_program,
         runtime=PipelineRuntime(stages, grid.pp, _edge(config, grid), GradientSync(stages, config.zero), weight_grads),
         parameters=parameters,
@@ -110,9 +141,13 @@ def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_pro
         optimizer=optimizer,
         train_loader=loaders[0],
         valid_loader=loaders[1],
+        test_loader=loaders[2],
         metrics=_build_metrics(config, grid),
+        trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
         state=TrainState(),
+        checkpoint=checkpoint,
     )
+    run.runtime.clock = None if run.trace is None else run.trace.clock
     _describe(run)
     return run
 
@@ -120,7 +155,7 @@ def build_run_on(config: RunConfig, grid: Grid, train_program: Program, eval_pro
 def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: WeightGradQueue | None = None) -> dict[int, GPTStage]:
     """This rank's stages, materialised unit by unit and sharded over data parallelism. weight_grads: for programs that split backwards."""
     schedule = program.schedule
-    specs = split_layers(config.model.num_layers, schedule.num_stages, config.parallel.pipeline_layer_split)
+    specs = stage_specs(config, schedule)
     context = ParallelContext(tp=grid.tp, sequence_parallel=config.parallel.use_sequence_parallel, device="meta", weight_grads=weight_grads)
     stages = {}
     for number in schedule.stages_of(grid.pp.rank):
@@ -147,20 +182,33 @@ def _edge(config: RunConfig, grid: Grid) -> Edge:
     return Edge(shape, compute_dtype(config), grid.device)
 
 
-def _build_loaders(config: RunConfig, grid: Grid) -> tuple[GlobalBatchLoader, GlobalBatchLoader | None]:
-    global_batch_size = config.global_batch(grid.world_size)
-    train, valid = build_datasets(config, global_batch_size, grid)
-    sizes: dict[str, Any] = {
+def _position(checkpoint: Path | None) -> TrainState:
+    """Where a run that is filled from `checkpoint` goes on."""
+    if checkpoint is None:
+        return TrainState()
+    manifest = read_manifest(checkpoint)
+    return TrainState(manifest.step, manifest.consumed_samples)
+
+
+def _build_loaders(
+    config: RunConfig, grid: Grid, start: TrainState
+) -> tuple[GlobalBatchLoader, GlobalBatchLoader | None, GlobalBatchLoader | None]:
+    batch_sizes = config.batch_sizes(grid.world_size)
+    train, valid, test = build_datasets(config, batch_sizes, grid, start)
+    shared: dict[str, Any] = {
         "micro_batch_size": config.train.micro_batch_size,
-        "global_batch_size": global_batch_size,
         "dp_rank": grid.dp.rank,
         "dp_size": grid.dp.size,
         "vocab_size": config.model.known_vocab_size,
+        "pin_memory": grid.device.type == "cuda",
     }
-    if valid is None:
-        return GlobalBatchLoader(train, **sizes), None
-    # Evaluations read the same samples each time and need no thread of their own.
-    return GlobalBatchLoader(train, **sizes), GlobalBatchLoader(valid, **sizes, prefetch=False)
+    # Evaluations read the same samples each time and need no threads of their own.
+    valid_loader, test_loader = (
+        None if data is None else GlobalBatchLoader(data, global_batch_size=batch_sizes.full, num_workers=0, **shared)
+        for data in (valid, test)
+    )
+    train_loader = GlobalBatchLoader(train, global_batch_size=batch_sizes, num_workers=config.data.num_workers, **shared)
+    return train_loader, valid_loader, test_loader
 
 
 def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:
@@ -169,7 +217,7 @@ def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:
     return Metrics(
         grid,
         train_iters=config.train.train_iters,
-        tokens_per_step=config.global_batch(grid.world_size) * sequence,
+        seq_length=sequence,
         flops_per_token=config.model.flops_per_token(sequence),
         metrics_file=Path(file) if file else None,
         tensorboard_dir=output.tensorboard_dir,
@@ -183,10 +231,11 @@ def _describe(run: Run) -> None:
     total = int(comm.all_reduce(torch.tensor(mine, device=run.grid.device), run.grid.pp).item())
     expected = config.model.num_parameters()
     assert total == expected, f"the stages hold {total} parameters, the model has {expected}"
-    schedule = run.train_program.schedule
+    schedule = run.eval_program.schedule
+    name = next(iter(run.train_programs.values())).schedule.name
     get_logger().info(
         f"{total:,} parameters | {run.grid.world_size} ranks = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
-        f"{schedule.name}, {schedule.num_microbatches} micro-batches of {config.train.micro_batch_size} x {config.data.seq_length} | "
+        f"{name}, {schedule.num_microbatches} micro-batches of {config.train.micro_batch_size} x {config.data.seq_length} | "
         f"{config.train.precision} on {run.grid.device.type}"
     )
 

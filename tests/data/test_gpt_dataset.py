@@ -140,6 +140,7 @@ def masks_dataset(case: dict[str, Any]) -> GPTDataset:
         split_name=case["split"],
         eod_id=case["eod"],
         reset_position_ids=case["reset_position_ids"],
+        reset_attention_mask=case["reset_attention_mask"],
         eod_mask_loss=case["eod_mask_loss"],
         add_extra_token=case["add_extra_token"],
         drop_last_partial=drops_partial(case),
@@ -148,7 +149,7 @@ def masks_dataset(case: dict[str, Any]) -> GPTDataset:
 
 @pytest.mark.parametrize("case", [case for case in MASKS["cases"] if case["key"] != "pad_in_data"], ids=lambda case: case["key"])
 def test_items_equal_megatron(case: dict[str, Any]) -> None:
-    """Tokens, labels, loss mask and positions; attention masks are not made here."""
+    """Tokens, labels, loss mask, positions; and the attention mask that the document numbers stand for (requirement 33)."""
     data = masks_dataset(case)
     assert len(data) == case["len"]
     for i in range(len(data)):
@@ -157,10 +158,14 @@ def test_items_equal_megatron(case: dict[str, Any]) -> None:
             found = getattr(data[i], name)
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected, err_msg=f"sample {i} {name}")
+        ids, later = data[i].document_ids, np.triu(np.ones((case["sequence_length"],) * 2, dtype=bool), 1)
+        assert (ids is not None) == case["reset_attention_mask"]
+        hidden = later if ids is None else later | (ids[:, None] != ids[None, :])
+        np.testing.assert_array_equal(hidden[None], MASK_ARRAYS[f"{case['key']}_attention_mask"][i], err_msg=f"sample {i}")
 
 
 def test_an_id_is_never_masked_for_its_value() -> None:
-    """The one case that differs on purpose: Megatron turns a pad id inside the data into 0 and masks it, we read it."""
+    """Requirement 33, the one case that differs on purpose: Megatron turns a pad id inside the data into 0 and masks it, we read it."""
     case = next(case for case in MASKS["cases"] if case["key"] == "pad_in_data")
     data, pad, num_different = masks_dataset(case), case["pad"], 0
     for i in range(len(data)):
@@ -182,7 +187,7 @@ def test_an_id_is_never_masked_for_its_value() -> None:
     drop=st.booleans(),
 )
 def test_the_stream_is_cut_without_gap_or_overlap(lengths: list[int], seq_length: int, num_samples: int, extra: bool, drop: bool) -> None:
-    """Sample n of the stream is tokens n*L .. n*L + L, its label the token after; only the end is padded."""
+    """Requirement 30: sample n of the stream is tokens n*L .. n*L + L, its label the token after; only the end is padded."""
     starts = np.cumsum([0, *lengths])
     sequences = [list(range(1 + a, 1 + b)) for a, b in itertools.pairwise(starts)]
     data = dataset(sequences, seq_length, num_samples=num_samples, add_extra_token=extra, drop_last_partial=drop)
@@ -202,6 +207,7 @@ def test_the_stream_is_cut_without_gap_or_overlap(lengths: list[int], seq_length
 
 
 def test_the_separate_last_epoch_can_be_chosen() -> None:
+    """Requirement 31: the 80 percent rule is the default, and only that."""
     sequences = [[i] * 3 for i in range(10)]
     options = {"num_samples": 16, "seed": 5}  # 30 tokens an epoch, 14 samples of 2 a pass: the second pass is cut short
     rule, forced, never = (dataset(sequences, 2, separate_last_epoch=choice, **options).indices for choice in (None, True, False))
@@ -215,12 +221,15 @@ def test_the_separate_last_epoch_can_be_chosen() -> None:
 
 
 def test_samples_do_not_depend_on_what_was_read_or_changed_before() -> None:
-    data = dataset([[1, 2, 0], [3, 4, 5, 6, 7, 0]], 3, eod_id=0, eod_mask_loss=True, reset_position_ids=True)
-    first = {name: getattr(data[0], name).copy() for name in FIELDS}
-    for name in FIELDS:
+    """Requirement 32."""
+    masks = dict(eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
+    data = dataset([[1, 2, 0], [3, 4, 5, 6, 7, 0]], 3, eod_id=0, **masks)
+    fields = (*FIELDS, "document_ids")
+    first = {name: getattr(data[0], name).copy() for name in fields}
+    for name in fields:
         getattr(data[0], name)[:] = 99
         getattr(data[1], name)[:] = 99
-    for name in FIELDS:
+    for name in fields:
         np.testing.assert_array_equal(getattr(data[0], name), first[name])
 
 
@@ -273,7 +282,7 @@ def test_samples_beyond_the_end_are_refused() -> None:
 
 
 def test_fake_sizes_beyond_two_to_the_31_tokens() -> None:
-    """Index arrays need no data: five sequences of 2^30 tokens, read twice."""
+    """Requirement 20. Index arrays need no data: five sequences of 2^30 tokens, read twice."""
     seq_length = 2**20 + 7
     spec = IndexSpec(seq_length, 6000, (0, 5), seed=3)
     indices = build_gpt_indices(np.full(5, 2**30, dtype=np.int32), spec)

@@ -22,6 +22,7 @@ from megalite.data.index_builder import (
     build_exhaustive_blending_indices_reference,
     build_sample_index,
     build_sample_index_reference,
+    legacy_random,
     native_builder,
 )
 
@@ -95,7 +96,7 @@ def test_native_equals_reference(
 
 @pytest.mark.parametrize("size_type", [np.int32, np.int64])
 def test_more_tokens_than_int32_counts(either: str, size_type: type) -> None:
-    """Seven documents of about 2^31 tokens, no data: 1.5e10 tokens in all."""
+    """Requirement 20. Seven documents of about 2^31 tokens, no data: 1.5e10 tokens in all."""
     size, seq_length = 2**31 - 5, 1_000_003
     sizes = np.full(7, size, dtype=size_type)
     documents = np.array([3, 0, 6, 1, 2, 5, 4], dtype=np.int32)
@@ -150,7 +151,7 @@ def test_blends_equal_megatron(either: str, case: dict) -> None:
     np.testing.assert_array_equal(sample, arrays[f"{case['key']}_dataset_sample_index"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1))
 def test_native_blends_equal_the_reference(parts: list[int], size: int, sizes: list[int]) -> None:
     builder = native_builder()
@@ -165,6 +166,76 @@ def test_native_blends_equal_the_reference(parts: list[int], size: int, sizes: l
             np.testing.assert_array_equal(one, other)
 
 
+WEIGHTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "random": lambda random, n: random.random(n),
+    "equal": lambda random, n: np.ones(n),
+    "few values and zero": lambda random, n: random.integers(0, 4, n).astype(float),
+    "one unit in the last place apart": lambda random, n: 1 + random.integers(0, 3, n) * 2.0**-52,
+    "powers of two": lambda random, n: 2.0 ** -random.integers(0, 40, n),
+    "over nine orders": lambda random, n: 10 ** random.uniform(-9, 0, n),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("num_datasets", [2, 17, 90])
+@pytest.mark.parametrize("total", [1.0, 0.0, 1.3])
+def test_native_blends_of_many_datasets_equal_the_reference(compiled: ModuleType, kind: str, num_datasets: int, total: float) -> None:
+    """Requirement 25: ties, zeros; enough steps for chunks from guessed counts, which sums other than 1 make wrong guesses."""
+    weights = WEIGHTS[kind](np.random.default_rng(num_datasets), num_datasets)
+    weights = weights * (total / max(weights.sum(), 1e-300))
+    size = 6001 if total == 1.0 or num_datasets == 2 else 700
+    for native, reference in zip(
+        compiled.build_blending_indices(weights, size), build_blending_indices_reference(weights, size), strict=True
+    ):
+        np.testing.assert_array_equal(native, reference)
+
+
+@pytest.mark.parametrize("high", [2, 9, 200])
+def test_native_blends_of_everything_equal_the_reference(compiled: ModuleType, high: int) -> None:
+    sizes = np.random.default_rng(high).integers(0, high, 70).tolist()
+    for native, reference in zip(
+        compiled.build_exhaustive_blending_indices(sizes), build_exhaustive_blending_indices_reference(sizes), strict=True
+    ):
+        np.testing.assert_array_equal(native, reference)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_native_shuffles_equal_numpy(compiled: ModuleType, dtype: type) -> None:
+    """Sizes around the powers of two, where the mask of a draw changes, and around the block of draws; one generator throughout."""
+    for seed in (0, 1234, 2**32 - 1):
+        native, numpy_random = legacy_random(seed), np.random.RandomState(seed)
+        for size in (*range(10), 31, 32, 33, 63, 64, 65, 66, 127, 128, 129, 130, 1023, 1024, 1025, 20_000):
+            values = np.arange(size, dtype=dtype)
+            expected = values.copy()
+            native.shuffle(values)
+            numpy_random.shuffle(expected)
+            np.testing.assert_array_equal(values, expected, err_msg=f"{size}")
+
+
+def test_a_shuffle_takes_no_copy_and_no_other_type(compiled: ModuleType) -> None:
+    random, values = compiled.LegacyRandom(1), np.arange(10, dtype=np.int32)
+    for wrong in (values[::2], values.astype(np.float64), values.reshape(2, 5)):
+        with pytest.raises((TypeError, ValueError)):
+            random.shuffle(wrong)
+    values.flags.writeable = False
+    with pytest.raises(ValueError):
+        random.shuffle(values)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_many_documents_are_cut_alike_by_several_threads(compiled: ModuleType, extra: bool) -> None:
+    """More blocks of documents than one thread takes; also a document that does not exist, in the last block."""
+    random = np.random.default_rng(5)
+    sizes = random.integers(0, 40, 700_000).astype(np.int32)
+    documents = random.permutation(len(sizes)).astype(np.int32)
+    num_samples = (int(sizes.sum()) - extra) // 37 + 3
+    expected = build_sample_index_reference(sizes, documents, 37, num_samples, extra)
+    np.testing.assert_array_equal(compiled.build_sample_index(sizes, documents, 37, num_samples, extra), expected)
+    documents[-2:] = len(sizes), -1
+    with pytest.raises(ValueError, match=f"document_index.{len(sizes) - 2}. is {len(sizes)}"):
+        compiled.build_sample_index(sizes, documents, 37, num_samples, extra)
+
+
 def test_an_exhaustive_blend_uses_everything_once(either: str) -> None:
     native = either == "native"
     build = build_exhaustive_blending_indices if native else build_exhaustive_blending_indices_reference
@@ -175,11 +246,22 @@ def test_an_exhaustive_blend_uses_everything_once(either: str) -> None:
     ]
 
 
+def test_native_blends_do_not_depend_on_how_the_work_is_cut(compiled: ModuleType) -> None:
+    """A prefix is cut into other chunks than the whole, so it starts from other guesses."""
+    weights = np.random.default_rng(3).random(40)
+    weights /= weights.sum()
+    whole = compiled.build_blending_indices(weights, 400_000)
+    for size in (2_047, 2_561, 50_000, 399_999):
+        for part, all_of_it in zip(compiled.build_blending_indices(weights, size), whole, strict=True):
+            np.testing.assert_array_equal(part, all_of_it[:size])
+
+
 def test_blends_refuse_bad_arguments(either: str) -> None:
     native = either == "native"
     weighted = build_blending_indices if native else build_blending_indices_reference
     exhaustive = build_exhaustive_blending_indices if native else build_exhaustive_blending_indices_reference
-    for call in (lambda: weighted([], 3), lambda: weighted([1.0], -1), lambda: exhaustive([3, -1])):
+    bad_weights = [lambda weight=weight: weighted([0.5, weight], 3) for weight in (-0.1, float("nan"), float("inf"))]
+    for call in (lambda: weighted([], 3), lambda: weighted([1.0], -1), lambda: exhaustive([3, -1]), *bad_weights):
         with pytest.raises(ValueError):
             call()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.data import index_cache
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.gpt_index import GPTIndices, IndexSpec, build_gpt_indices
 from megalite.data.index_cache import cached_indices
@@ -61,14 +62,15 @@ def assert_same(one: GPTIndices, other: GPTIndices) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-def test_the_second_reader_does_not_build(prefix: Path, tmp_path: Path) -> None:
+def test_the_second_reader_does_not_build(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cache, "_MAPPED_BYTES", 0)
     builder, cache_dir = Builder(prefix), tmp_path / "deep" / "cache"
     first, second = builder.cached(cache_dir), builder.cached(cache_dir)
     assert builder.calls == 1
     assert_same(first, second)
     assert_same(first, build_gpt_indices(IndexedDataset(prefix).sizes, SPEC))
     assert all(isinstance(values, np.memmap) for values in second)
-    assert not [path for path in cache_dir.iterdir() if ".tmp." in path.name]
+    assert not [path for path in cache_dir.rglob("*") if ".tmp." in path.name]
 
 
 def test_a_dataset_with_a_cache_reads_the_same_samples(prefix: Path, tmp_path: Path) -> None:
@@ -100,12 +102,12 @@ def test_every_setting_has_its_own_entry(change: dict, prefix: Path, tmp_path: P
     other = Builder(prefix, replace(SPEC, **change))
     other.cached(tmp_path / "cache")
     assert other.calls == 1
-    assert len(list((tmp_path / "cache").glob("*.json"))) == 2
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 def test_data_written_again_is_noticed(suffix: str, prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Same sizes, same settings, another time on one of the files."""
+    """Requirement 24: same sizes, same settings, another time on one of the files."""
     builder = Builder(prefix)
     builder.cached(tmp_path / "cache")
     path = Path(f"{prefix}.{suffix}")
@@ -150,7 +152,7 @@ def test_a_damaged_entry_is_built_again(
     builder = Builder(prefix)
     expected = build_gpt_indices(IndexedDataset(prefix).sizes, SPEC)
     builder.cached(tmp_path / "cache")
-    (path,) = (tmp_path / "cache").glob(pattern)
+    (path,) = (tmp_path / "cache").rglob(pattern)
     damage(path)
     assert_same(builder.cached(tmp_path / "cache"), expected)
     assert builder.calls == 2
@@ -169,6 +171,7 @@ def race(prefix: Path, cache_dir: Path, barrier, results) -> None:
 
 
 def test_processes_that_build_the_same_entry_at_once(prefix: Path, tmp_path: Path) -> None:
+    """Requirements 21 and 22: none reads half an entry; with a folder of their own, all would build."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(4), context.Queue()
     workers = [context.Process(target=race, args=(prefix, tmp_path / "cache", barrier, results)) for _ in range(4)]
@@ -180,10 +183,29 @@ def test_processes_that_build_the_same_entry_at_once(prefix: Path, tmp_path: Pat
         assert worker.exitcode == 0
     expected = [values.tobytes() for values in build_gpt_indices(IndexedDataset(prefix).sizes, SPEC)]
     assert found == [expected] * 4
-    assert len(list((tmp_path / "cache").iterdir())) == 4
+    assert len(list((tmp_path / "cache").rglob("*.*"))) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_named(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write the index cache to .*file"):
         Builder(prefix).cached(tmp_path / "file")
+
+
+def test_a_folder_of_its_own_is_built_by_whoever_finds_nothing_there(prefix: Path, tmp_path: Path) -> None:
+    """Requirement 21: two nodes with local disks."""
+    builders = [Builder(prefix), Builder(prefix)]
+    for node, builder in enumerate(builders):
+        for _ in range(2):
+            assert_same(builder.cached(tmp_path / f"node{node}"), build_gpt_indices(IndexedDataset(prefix).sizes, SPEC))
+    assert [builder.calls for builder in builders] == [1, 1]
+
+
+def test_a_file_system_without_locks_builds_all_the_same(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(index_cache.fcntl, "flock", refuse)
+    builder = Builder(prefix)
+    assert_same(builder.cached(tmp_path / "cache"), builder.cached(tmp_path / "cache"))
+    assert builder.calls == 1

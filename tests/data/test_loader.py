@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from megalite.batch_sizes import BatchSizes
 from megalite.data.loader import GlobalBatchLoader
 from megalite.data.mock import MockDataset
 from megalite.data.sample import Sample
@@ -35,16 +37,16 @@ class Numbers:
         return Sample(values, values + 1000, np.ones(5, dtype=np.float32), np.arange(5, dtype=np.int64))
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
-def test_every_layout_reads_the_same_micro_batches(dp_size: int, prefetch: bool) -> None:
+def test_every_layout_reads_the_same_micro_batches(dp_size: int, num_workers: int) -> None:
     data = MockDataset(vocab_size=31, seq_length=7, num_samples=40, seed=3, masked_fraction=0.4)
     for micro_batch_size in (1, 2):
         sizes = {
             "micro_batch_size": micro_batch_size,
             "global_batch_size": 12,
             "consumed_samples": 4,
-            "prefetch": prefetch,
+            "num_workers": num_workers,
         }
         loaders = [GlobalBatchLoader(data, dp_rank=rank, dp_size=dp_size, **sizes) for rank in range(dp_size)]
         for step in range(3):
@@ -73,7 +75,7 @@ def test_shapes_and_types() -> None:
 
 def test_resuming_continues_where_the_run_stopped_even_with_other_sizes() -> None:
     data = Numbers(24)
-    whole = GlobalBatchLoader(data, micro_batch_size=2, global_batch_size=8, prefetch=False)
+    whole = GlobalBatchLoader(data, micro_batch_size=2, global_batch_size=8, num_workers=0)
     steps = [[batch.tokens[:, 0].tolist() for batch in whole.next_step()] for _ in range(3)]
     resumed = GlobalBatchLoader(data, micro_batch_size=2, global_batch_size=8, consumed_samples=8)
     assert [[batch.tokens[:, 0].tolist() for batch in resumed.next_step()] for _ in range(2)] == steps[1:]
@@ -83,9 +85,9 @@ def test_resuming_continues_where_the_run_stopped_even_with_other_sizes() -> Non
     assert [read[k] for k in range(8)] == [i for samples in steps[2] for i in samples]
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_the_end_of_the_data_is_an_error_with_numbers(prefetch: bool) -> None:
-    loader = GlobalBatchLoader(Numbers(11), micro_batch_size=1, global_batch_size=4, prefetch=prefetch)
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_the_end_of_the_data_is_an_error_with_numbers(num_workers: int) -> None:
+    loader = GlobalBatchLoader(Numbers(11), micro_batch_size=1, global_batch_size=4, num_workers=num_workers)
     assert loader.num_steps_left == 2
     loader.next_step()
     loader.next_step()
@@ -96,9 +98,9 @@ def test_the_end_of_the_data_is_an_error_with_numbers(prefetch: bool) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_an_error_while_reading_reaches_the_step_that_needs_the_sample(prefetch: bool) -> None:
-    loader = GlobalBatchLoader(Numbers(12, broken=6), micro_batch_size=1, global_batch_size=4, prefetch=prefetch)
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_an_error_while_reading_reaches_the_step_that_needs_the_sample(num_workers: int) -> None:
+    loader = GlobalBatchLoader(Numbers(12, broken=6), micro_batch_size=1, global_batch_size=4, num_workers=num_workers)
     assert len(loader.next_step()) == 4
     for _ in range(2):
         with pytest.raises(DataError, match="sample 6 is broken"):
@@ -109,11 +111,11 @@ def test_an_error_while_reading_reaches_the_step_that_needs_the_sample(prefetch:
 
 def test_reading_ahead_happens_in_a_thread_that_ends() -> None:
     before, data = threading.active_count(), Numbers(12)
-    with GlobalBatchLoader(data, micro_batch_size=1, global_batch_size=4) as loader:
+    with GlobalBatchLoader(data, micro_batch_size=1, global_batch_size=4, num_workers=2) as loader:
         loader.next_step()
         loader.next_step()
         assert "megalite-data" in data.readers
-        assert threading.active_count() == before + 1
+        assert threading.active_count() <= before + 2
     assert threading.active_count() == before
     assert [batch.first_sample for batch in loader.next_step()] == [8, 9, 10, 11]
 
@@ -124,6 +126,47 @@ def test_a_changed_position_is_obeyed_although_another_step_was_read_ahead() -> 
         loader.consumed_samples = 12
         assert [batch.first_sample for batch in loader.next_step()] == [12, 14]
         assert loader.consumed_samples == 16
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_ramp_changes_how_many_samples_make_a_step_and_not_their_order(num_workers: int) -> None:
+    sizes = BatchSizes(12, (4, 4, 20))  # 4 4 4 8 12 12 ...
+    loaders = [
+        GlobalBatchLoader(Numbers(44), micro_batch_size=2, global_batch_size=sizes, dp_rank=rank, dp_size=2, num_workers=num_workers)
+        for rank in range(2)
+    ]
+    assert loaders[0].num_steps_left == 6
+    for start, end in itertools.pairwise([0, 4, 8, 12, 20, 32, 44]):
+        resumed = GlobalBatchLoader(Numbers(44), micro_batch_size=4, global_batch_size=sizes, consumed_samples=start, num_workers=0)
+        batches = sorted((batch for loader in loaders for batch in loader.next_step()), key=lambda batch: batch.index)
+        assert [i for batch in batches for i in batch.tokens[:, 0].tolist()] == list(range(start, end))
+        assert [i for batch in resumed.next_step() for i in batch.tokens[:, 0].tolist()] == list(range(start, end))
+    assert [loader.num_steps_left for loader in loaders] == [0, 0]
+    for loader in loaders:
+        loader.close()
+    with pytest.raises(ConfigError, match="global batch of 4"):
+        GlobalBatchLoader(Numbers(44), micro_batch_size=4, global_batch_size=sizes, dp_size=2)
+
+
+def test_threads_end_when_the_step_fails() -> None:
+    before = threading.active_count()
+
+    def train() -> None:
+        with GlobalBatchLoader(Numbers(400, broken=9), micro_batch_size=1, global_batch_size=8, num_workers=4) as loader:
+            while True:
+                loader.next_step()
+
+    with pytest.raises(DataError, match="sample 9 is broken"):
+        train()
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+def test_tensors_for_a_gpu_are_page_locked() -> None:
+    with GlobalBatchLoader(Numbers(8), micro_batch_size=2, global_batch_size=4, pin_memory=True) as loader:
+        for batch in (*loader.next_step(), *loader.next_step()):
+            assert all(getattr(batch, name).is_pinned() for name in FIELDS)
+            assert torch.equal(batch.to(torch.device("cuda")).tokens.cpu(), batch.tokens)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

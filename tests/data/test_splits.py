@@ -25,6 +25,7 @@ def test_ranges_equal_megatron(case: dict[str, Any]) -> None:
 
 
 def test_the_separators() -> None:
+    """Requirement 27: these and no others; what is refused stands below."""
     wanted = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
     for split in ("90,5,5", "90, 5, 5", "90/5/5", "90 5 5", " 90 , 5 /5 ", "0.9,.05,.05", "90.,5.,5."):
         assert split_ranges(split, 100) == wanted, split

@@ -259,7 +259,7 @@ def test_wrong_settings_are_listed_together() -> None:
     for arguments in (("bytes", "x"), ("chars", None), ("hf", None)):
         with pytest.raises(ConfigError):
             build_tokenizer(*arguments)
-    with pytest.raises(ConfigError, match="'allow' needs an hf tokenizer"):
+    with pytest.raises(ConfigError, match="'allow' needs an hf or tiktoken tokenizer"):
         build_tokenizer("bytes", special_tokens_in_text="allow")
     with pytest.raises(ConfigError, match="has its own EOD id"):
         build_tokenizer("bytes", eod_token="x")

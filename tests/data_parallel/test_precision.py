@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from megalite.data_parallel import shard_stage
 from tests.data_parallel import toy
 from tests.ranks import run_ranks
 
@@ -51,3 +53,29 @@ def test_everything_but_the_computation_is_fp32(dp: int, zero: int) -> None:
         assert found["activations"] == {(torch.bfloat16, torch.bfloat16)}
         # the same bf16 gradients, added in fp32: only the order of additions differs (bf16 sums would be off by 1e-3)
         assert found["worst"] < 1e-6
+
+
+class Scaled(nn.Module):
+    """x * weight * mask; notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.seen += [self.weight.dtype, x.dtype, mask.dtype]
+        return x * self.weight * mask
+
+
+def types_inside() -> tuple[list[torch.dtype], torch.dtype]:
+    stage = Scaled()
+    shard_stage(stage, [], toy.grid_of(), zero=1, compute_dtype=torch.bfloat16, materialize=lambda prefix, module: None)
+    out = stage(torch.ones(3, dtype=torch.bfloat16), torch.ones(3))
+    return stage.seen, out.dtype
+
+
+def test_inputs_and_results_keep_their_type() -> None:
+    ((inside, out),) = run_ranks(types_inside, 1)
+    assert inside == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert out == torch.float32

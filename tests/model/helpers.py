@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,14 @@ def tiny_batch(first_sample: int = 0, vocab_size: int = 131) -> MicroBatch:
         position_ids=positions,
         first_sample=first_sample,
     )
+
+
+def tiny_documents(batch: MicroBatch) -> MicroBatch:
+    """The batch with documents of 1 to 12 tokens, cut differently in each sequence."""
+    starts = torch.zeros(3, 12, dtype=torch.int32)
+    starts[0, [1, 5, 11]] = 1
+    starts[1, 7] = 1
+    return replace(batch, document_ids=starts.cumsum(1, dtype=torch.int32))
 
 
 def tiny_stages(config: ModelConfig, num_stages: int = 1, tp: Axis | None = None, *, sequence_parallel: bool = False) -> list[GPTStage]:

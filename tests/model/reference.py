@@ -5,6 +5,7 @@ Legend: B micro-batch, S sequence, H hidden, N query heads, K key/value heads, D
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -17,14 +18,14 @@ from megalite.data.batch import MicroBatch
 Parameters = dict[str, Tensor]
 
 
-def reference_logits(params: Parameters, config: ModelConfig, tokens: Tensor, positions: Tensor) -> Tensor:
+def reference_logits(params: Parameters, config: ModelConfig, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
     """[B, S, V] without the columns that only pad the vocabulary."""
     x = params["embedding.word.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":
         x = x + params["embedding.position.weight"][positions]
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
-        x = x + _attention(params, config, f"{name}.attention", _norm(params, config, f"{name}.attention_norm", x), positions)
+        x = x + _attention(params, config, f"{name}.attention", _norm(params, config, f"{name}.attention_norm", x), positions, documents)
         x = x + _mlp(params, config, f"{name}.mlp", _norm(params, config, f"{name}.mlp_norm", x))
     tied = not config.untie_embeddings_and_output_weights
     output = params["embedding.word.weight" if tied else "head.output.weight"]
@@ -32,7 +33,7 @@ def reference_logits(params: Parameters, config: ModelConfig, tokens: Tensor, po
 
 
 def reference_loss_sum(params: Parameters, config: ModelConfig, batch: MicroBatch) -> Tensor:
-    logits = reference_logits(params, config, batch.tokens, batch.position_ids)
+    logits = reference_logits(params, config, batch.tokens, batch.position_ids, batch.document_ids)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
     return (losses * batch.loss_mask.flatten()).sum()
 
@@ -60,18 +61,21 @@ def _turn(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat([turned.real, turned.imag, x[..., size:]], dim=-1)
 
 
-def _attention(params: Parameters, config: ModelConfig, name: str, x: Tensor, positions: Tensor) -> Tensor:
+def _attention(params: Parameters, config: ModelConfig, name: str, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
     batch, length, _ = x.shape
     q, k, v = (_linear(params, f"{name}.{part}_proj", x).view(batch, length, -1, config.head_dim) for part in ("q", "k", "v"))
     if config.position_embedding_type == "rope":
         q, k = _turn(q, positions, config), _turn(k, positions, config)
-    later = torch.ones(length, length).triu(1).bool()
+    hidden = torch.ones(length, length).triu(1).bool().repeat(batch, 1, 1)
+    for row, ids in enumerate([] if documents is None else documents.tolist()):
+        for query, key in itertools.product(range(length), repeat=2):
+            hidden[row, query, key] |= ids[query] != ids[key]
     queries_per_head = config.num_attention_heads // config.num_kv_heads
     heads = []
     for head in range(config.num_attention_heads):
         key, value = k[:, :, head // queries_per_head], v[:, :, head // queries_per_head]
         scores = q[:, :, head] @ key.transpose(1, 2) / math.sqrt(config.head_dim)
-        heads.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ value)
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value)
     return _linear(params, f"{name}.o_proj", torch.cat(heads, dim=-1))
 
 

@@ -99,3 +99,18 @@ def test_hidden_dropout_under_sequence_parallelism_repeats_itself() -> None:
     plain = tiny_stages(tiny_config())[0](None, tiny_batch()).item()
     assert (first, again) == other_rank
     assert first == again != pytest.approx(plain, rel=1e-3)
+
+
+def last_seed(kind: str, sequence_parallel: bool) -> int:
+    """What the last dropout of a forward pass seeded the generator with."""
+    grid = Grid.build(GridShape(tp=2))
+    stage = tiny_stages(tiny_config(**{kind: 0.3}), 1, grid.tp, sequence_parallel=sequence_parallel)[0]
+    stage(None, tiny_batch())
+    return torch.initial_seed()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
+def test_ranks_draw_other_numbers_exactly_where_they_hold_other_things(kind: str, sequence_parallel: bool) -> None:
+    first, second = run_ranks(last_seed, 2, kind, sequence_parallel)
+    assert (first != second) == (kind == "attention_dropout" or sequence_parallel)

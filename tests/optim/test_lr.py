@@ -53,6 +53,11 @@ def test_wsd_decay_longer_than_the_run_begins_after_warmup() -> None:
     assert rates(10, [1, 2, 6, 10], **settings) == pytest.approx([1.0, 1.0, 0.6, 0.2])
 
 
+def test_wsd_without_a_decay_falls_at_the_end() -> None:
+    settings = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 0, "lr_warmup_iters": 2}
+    assert rates(10, [0, 1, 2, 9, 10], **settings) == [0.5, 1.0, 1.0, 1.0, 0.2]
+
+
 def test_wsd_without_its_length_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="lr-wsd-decay-iters"):
         rates(10, [5], lr_decay_style="WSD")

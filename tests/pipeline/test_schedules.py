@@ -10,11 +10,13 @@ from megalite.pipeline.schedules import (
     Action,
     Kind,
     Schedule,
+    ScheduleOptions,
     build_schedule,
     dependencies,
     forward_only,
     gpipe,
     interleaved_one_f_one_b,
+    looped_bfs,
     one_f_one_b,
     schedule_violations,
 )
@@ -82,6 +84,22 @@ def test_default_group_is_the_number_of_ranks_where_it_fits() -> None:
     assert interleaved_one_f_one_b(4, 8, 3) != interleaved_one_f_one_b(4, 8, 3, group_size=8)
 
 
+def test_group_size_is_an_option() -> None:
+    options = ScheduleOptions(group_size=8)
+    assert build_schedule("interleaved-1f1b", 4, 8, 3, options) == interleaved_one_f_one_b(4, 8, 3, group_size=8)
+    with pytest.raises(ScheduleError, match=r"interleaved-1f1b: group size 6 does not fit 8 .*out of \[4, 8\]"):
+        build_schedule("interleaved-1f1b", 4, 8, 3, ScheduleOptions(group_size=6))
+    with pytest.raises(ScheduleError, match="1f1b: a group size \\(8\\) only means something to interleaved-1f1b"):
+        build_schedule("1f1b", 4, 8, 1, options)
+
+
+def test_looped_breadth_first() -> None:
+    schedule = looped_bfs(2, 3, 2)
+    assert order(schedule, 0) == "F0a F1a F2a F0b F1b F2b B0b B1b B2b B0a B1a B2a"
+    assert order(schedule, 1) == order(schedule, 0)
+    assert looped_bfs(3, 2, 1).orders == gpipe(3, 2).orders
+
+
 def test_round_robin_placement() -> None:
     schedule = interleaved_one_f_one_b(3, 3, 2)
     assert schedule.placement == (0, 1, 2, 0, 1, 2)
@@ -114,7 +132,7 @@ def test_registry_builds_what_it_names(name: str, num_chunks: int) -> None:
         4,
         num_chunks,
     )
-    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved-1f1b"]
+    assert list(SCHEDULES) == ("gpipe 1f1b interleaved-1f1b looped-bfs zb-h1 zb-h2 zb-1p zb-2p zb-v v-half v-min dualpipe-v".split())
 
 
 @pytest.mark.parametrize(

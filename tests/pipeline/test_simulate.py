@@ -18,6 +18,7 @@ from megalite.pipeline.schedules import (
     forward_only,
     gpipe,
     interleaved_one_f_one_b,
+    looped_bfs,
     one_f_one_b,
 )
 from megalite.pipeline.simulate import CostModel, format_table, simulate
@@ -158,9 +159,48 @@ def test_costs_per_stage() -> None:
         simulate(one_f_one_b(2, 4), CostModel(forward=(1, 2, 3)))
 
 
-def test_negative_costs_are_refused() -> None:
+def test_wrong_costs_are_refused() -> None:
     with pytest.raises(ConfigError, match="latency is -1"):
         CostModel(latency=-1)
+    with pytest.raises(ConfigError, match=r"forward is \(1, nan\)"):
+        CostModel(forward=(1, float("nan")))
+    with pytest.raises(ConfigError, match="bandwidth is 0"):
+        CostModel(bandwidth=0)
+
+
+def test_messages_take_turns_on_their_connection() -> None:
+    # two forwards of one unit, messages of 3 bytes at 1 byte per unit and 0.5 latency: they leave at 1 and at 4
+    cost = CostModel(message_bytes=3, latency=0.5, bandwidth=1)
+    timeline = simulate(forward_only(2, 2), cost)
+    assert [timeline.start[Action(Kind.FORWARD, 1, mb)] for mb in range(2)] == [4.5, 7.5]
+    # a connection of the other direction is another one
+    assert simulate(one_f_one_b(2, 1), cost).makespan == 1 + 3.5 + 1 + 2 + 3.5 + 2
+
+
+def test_communication_that_is_not_overlapped_keeps_the_sender_busy() -> None:
+    cost = CostModel(latency=0.5, overlap_communication=False)
+    timeline = simulate(forward_only(2, 3), cost)
+    assert [timeline.start[Action(Kind.FORWARD, 0, mb)] for mb in range(3)] == [0, 1.5, 3]
+    assert timeline.makespan == 5.5
+
+
+def test_looped_breadth_first() -> None:
+    assert [simulate(looped_bfs(*size, 2)).makespan for size in SIZES] == [27, 57, 105, 213]
+    assert simulate(looped_bfs(4, 8, 2)).peaks == (16,) * 4
+    assert simulate(looped_bfs(4, 8, 2)).messages == 2 * 8 * 7
+
+
+@pytest.mark.parametrize("c", [0.1, 0.25])
+def test_latency_formulas(c: float) -> None:
+    """With p dividing m, 1F1B waits 2c[(p-1)(1+m/p) - 1], GPipe 2(p-1)c and interleaved 1F1B 2(pv-1)c."""
+    for p, m in ((2, 4), (3, 6), (4, 8), (4, 16), (5, 15)):
+        assert simulate(one_f_one_b(p, m), CostModel(latency=c)).makespan == pytest.approx(
+            3 * (m + p - 1) + 2 * c * ((p - 1) * (1 + m / p) - 1)
+        )
+        assert simulate(gpipe(p, m), CostModel(latency=c)).makespan == pytest.approx(3 * (m + p - 1) + 2 * c * (p - 1))
+        for v in (2, 3):
+            timeline = simulate(interleaved_one_f_one_b(p, m, v), CostModel(latency=c))
+            assert timeline.makespan == pytest.approx(3 * (m * v + p - 1) + 2 * c * (p * v - 1))
 
 
 def test_orders_that_wait_for_each_other() -> None:
@@ -199,6 +239,8 @@ def test_draw_schedule_tool() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("r0 F0a F1a F0b")
     assert json.loads(result.stdout.splitlines()[-1]) == {
+        "schedule": "interleaved-1f1b",
+        "bubble": pytest.approx(3.6 / 27.6),
         "makespan": 27.6,
         "span": 27.6,
         "bubble_over_ideal": 0.15,

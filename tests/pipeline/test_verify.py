@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,38 +13,50 @@ from megalite.pipeline.schedules import (
     Action,
     Kind,
     Schedule,
-    build_schedule,
     forward_only,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
-    schedule_violations,
 )
-from megalite.pipeline.simulate import num_messages, simulate
+from megalite.pipeline.schedules.constraints import group_size_violations
+from megalite.pipeline.simulate import simulate
 from megalite.pipeline.verify import verify
+from tools.verify_schedules import PEAK_LIMITS, Count, numbers, sweep
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD  # noqa: E741
 
 
-def all_schedules() -> Iterator[Schedule]:
-    for p in range(1, 9):
-        for m in range(1, 17):
-            for v in range(1, 5):
-                yield forward_only(p, m, v)
-                for name in SCHEDULES:
-                    if not schedule_violations(name, p, m, v):
-                        yield build_schedule(name, p, m, v)
-
-
 def test_every_small_schedule_is_right() -> None:
-    count = 0
-    for schedule in all_schedules():
-        proof = verify(schedule)
-        assert proof.num_transfers == num_messages(schedule)
-        assert max(proof.peaks) <= schedule.num_microbatches * schedule.num_chunks
-        count += 1
-    # forward-only 8*16*4, gpipe and 1f1b 8*16 each, interleaved 3 * sum over p of (16 - p + 1)
-    assert count == 512 + 128 + 128 + 3 * 100
+    """Up to 5 ranks, 10 micro-batches and 3 chunks; `tools/verify_schedules.py` goes on to 8, 16 and 4."""
+    count = Count()
+    assert sweep(list(SCHEDULES), numbers(5, 10, 3), count) == []
+    evaluations = 5 * 10 * 3 + 4 * 10  # round robin for each v, and the V where it is another placement
+    one_chunk = 6 * 50  # gpipe, 1f1b and four zero-bubble schedules
+    groups = sum(not group_size_violations(p, m, n) for p in range(1, 6) for m in range(1, 11) for n in range(1, m + 1))
+    two_chunks = 3 * 50 + sum(m >= 2 * p for p in range(1, 6) for m in range(1, 11))
+    assert count.schedules == evaluations + one_chunk + 3 * 50 + 2 * groups + two_chunks
+
+
+def test_sweep_reports_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEAK_LIMITS, "1f1b", lambda p, m, v: 1)
+    failures = sweep(["1f1b"], numbers(2, 2, 1), Count())
+    assert [line.split(":")[0] for line in failures] == ["1f1b p=2 m=2 v=1"]
+    assert "rank 0: 0 F0 | [1 F1] | 2 B0 | 3 B1 | 4 end" in failures[0]
+
+
+def test_memory_limit() -> None:
+    assert verify(one_f_one_b(4, 8), 4).peaks[0] == 4
+    with pytest.raises(ScheduleError, match=r"rank 0, action 3 \(F3\): this is activation number 4 at once, at most 3 are allowed"):
+        verify(one_f_one_b(4, 8), 3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [((0, 0), "rank 0 has 2, every rank must have 1"), ((0, 1, 2), "only ranks 0 to 1"), ((0,), "rank 1 has 0")],
+)
+def test_wrong_placement(placement: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify(replace(gpipe(2, 1), placement=placement))
 
 
 def test_every_group_size_is_right() -> None:

@@ -84,6 +84,9 @@ def test_bad_targets_are_refused_on_the_cpu_and_nan_elsewhere() -> None:
     targets[2, 0] = -1
     loss = _CrossEntropy.apply(logits, targets, 37, Axis.single())  # what other devices compute
     assert loss.isnan().nonzero().tolist() == [[1, 2], [2, 0]]  # type: ignore[union-attr]
+    loss.sum().backward()  # type: ignore[union-attr]
+    assert logits.grad is not None
+    assert logits.grad.isnan().any(-1).nonzero().tolist() == [[1, 2], [2, 0]]
 
 
 def check_gathered_logits() -> None:

@@ -26,13 +26,19 @@ GROUPS = {
         Layout(pp=2, schedule="gpipe"),
         Layout(pp=4, schedule="1f1b"),
         Layout(pp=4, schedule="interleaved-1f1b"),
+        Layout(pp=2, schedule="zb-h1"),
+        Layout(pp=4, schedule="zb-v"),
     ],
     "tp 2, sequence parallel": [
         Layout(tp=2, sequence_parallel=True),
         Layout(tp=2, pp=2, schedule="interleaved-1f1b", sequence_parallel=True),
     ],
     "tp 4, more ranks than kv heads": [Layout(tp=4), Layout(tp=4, pp=2, schedule="1f1b")],
-    "dp 2, zero 3": [Layout(dp=2, zero=3), Layout(dp=2, zero=3, pp=2, schedule="1f1b")],
+    "dp 2, zero 3": [
+        Layout(dp=2, zero=3),
+        Layout(dp=2, zero=3, pp=2, schedule="1f1b"),
+        Layout(dp=2, zero=3, pp=2, schedule="dualpipe-v"),
+    ],
     "all axes": [
         Layout(tp=2, dp=2, zero=3, sequence_parallel=True),
         Layout(tp=2, pp=2, dp=2, zero=3, schedule="1f1b", sequence_parallel=True),
@@ -43,6 +49,8 @@ GROUPS = {
     "zero 2": [Layout(dp=2, zero=2), Layout(dp=2, zero=2, pp=2, schedule="gpipe")],
 }
 TIED = [
+    Layout(tied=True, pp=2, schedule="zb-v"),
+    Layout(tied=True, pp=1, schedule="interleaved-1f1b"),
     Layout(tied=True, pp=4, schedule="gpipe"),
     Layout(tied=True, tp=2, pp=2, schedule="interleaved-1f1b", sequence_parallel=True),
     Layout(tied=True, tp=2, pp=2, dp=2, zero=3, schedule="1f1b"),

@@ -24,6 +24,7 @@ LAYOUTS = [
     Layout(),
     Layout(tp=2, pp=2, dp=2, zero=3, schedule="1f1b", sequence_parallel=True),
     Layout(tied=True, pp=2, dp=2, zero=1, schedule="interleaved-1f1b"),
+    Layout(tied=True, pp=2, schedule="zb-v"),
 ]
 
 
