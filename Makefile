@@ -28,7 +28,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*.cpp)
 	@touch $@
 
 test: venv
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: venv
 	@$(BIN)/ruff check .

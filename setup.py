@@ -1,8 +1,8 @@
-"""Builds the C++ index builder; everything else about the package stands in pyproject.toml.
+"""Builds the C++ extensions (index builder, word cache); everything else about the package stands in pyproject.toml.
 
 Decisions:
-- The extension is optional: without a working compiler the package still installs, and says so, because data
-  preparation has a numpy implementation of the same functions.
+- The extensions are optional: without a working compiler the package still installs, and says so, because data
+  preparation has the same functions in Python.
 - `-UNDEBUG`: Python's own build flags switch `assert` off, and with it the consistency checks of the C++ code.
 - The C++ standard is fixed here: probing for it needs a compiler before setuptools can forgive its absence.
 """
@@ -14,8 +14,8 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 NOT_BUILT = (
-    "\n*** megalite._index_builder was NOT built ({reason}).\n"
-    "*** megalite works without it; building the index of a large data set will be slower.\n"
+    "\n*** {name} was NOT built ({reason}).\n"
+    "*** megalite works without it; building the index of a large data set, or preprocessing one, will be slower.\n"
     "*** To get it: install a C++17 compiler (g++ or clang++), then run pip install again.\n"
 )
 
@@ -28,7 +28,7 @@ class OptionalBuildExt(build_ext):
             super().build_extension(ext)
         except Exception as error:
             # compilers fail with exceptions of many unrelated classes; setuptools forgives them where `optional` is set
-            print(NOT_BUILT.format(reason=error), file=sys.stderr, flush=True)
+            print(NOT_BUILT.format(name=ext.name, reason=error), file=sys.stderr, flush=True)
             raise
 
 
@@ -43,6 +43,13 @@ setup(
             extra_compile_args=["-O3", "-UNDEBUG", "-ffp-contract=off", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Pybind11Extension(
+            "megalite._word_cache",
+            ["csrc/word_cache.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-UNDEBUG"],
+            optional=True,
+        ),
     ],
 )

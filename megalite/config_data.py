@@ -45,7 +45,7 @@ class DataConfig:
     """Tokens S per sample."""
     mock_data: bool = False
     """Pseudo-random tokens instead of files; needs a vocabulary size."""
-    tokenizer_type: Literal["bytes", "chars", "sentencepiece", "hf"] | None = None
+    tokenizer_type: Literal["bytes", "chars", "sentencepiece", "hf", "tiktoken"] | None = None
     """Kind of tokenizer; all but bytes need --tokenizer-model."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer."""

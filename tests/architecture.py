@@ -26,6 +26,7 @@ LEVELS = {
     **{f"megalite.{name}": 0 for name in (*CONFIGURATION_FILES, *COMMAND_LINE_FILES)},
     **{f"megalite.pipeline.{name}": 0 for name in PURE_PIPELINE_FILES},
     "megalite._index_builder": 0,
+    "megalite._word_cache": 0,
     "megalite.grid": 1,
     "megalite.log": 1,
     "megalite.comm": 2,
@@ -49,7 +50,7 @@ EXACT_LEVELS = {"megalite": 0, "megalite.pipeline": 0}  # these two __init__ fil
 ALLOWED_SIDEWAYS = {("tools", "megalite.testing"), ("examples", "megalite.testing")}
 
 # programs that prepare data or look at schedules: they start at once because they never import torch
-TORCH_FREE_TOOLS = ("build_index", "provenance", "preprocess_data", "merge_datasets", "draw_schedule", "verify_schedules")
+TORCH_FREE_TOOLS = ("build_index", "provenance", "preprocess_data", "merge_datasets", "inspect_dataset", "draw_schedule", "verify_schedules")
 
 TENSOR_COLLECTIVES = {
     "all_gather",

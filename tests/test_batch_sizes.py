@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.batch_sizes import BatchSizes
@@ -28,6 +28,7 @@ def test_equals_megatron(case: dict[str, Any]) -> None:
         assert sizes.at(consumed) == size, consumed
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(1, 200))
 def test_steps_and_samples_agree_in_both_directions(start: int, increment: int, num_increments: int, samples: int) -> None:
     sizes = BatchSizes(start + increment * num_increments, (start, increment, samples))

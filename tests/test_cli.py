@@ -32,7 +32,7 @@ num-virtual-stages-per-pipeline-rank num-workers persistent-save-interval pipeli
 pipeline-model-parallel-size pipeline-schedule pipeline-schedule-costs position-embedding-type pp precision preset
 rampup-batch-size reset-attention-mask reset-position-ids rotary-base rotary-percent save save-interval schedule seed
 sentencepiece-model separate-last-epoch seq-length sequence-parallel shuffle sp split squared-relu swiglu
-tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model tokenizer-type tp train-data-path
+tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model tokenizer-type tp trace-pipeline train-data-path
 train-iters untie-embeddings-and-output-weights use-distributed-optimizer use-rotary-position-embeddings
 valid-data-path vocab-size vpp weight-decay zero
 """

@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: %(default)s)")
     add("--top-k", type=int, default=40, metavar="K", help="draw from the K likeliest; 0: all (default: %(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="same seed, same text (default: %(default)s)")
-    add("--tokenizer-type", metavar="TYPE", help="bytes, chars, sentencepiece or hf (default: the run's)")
+    add("--tokenizer-type", metavar="TYPE", help="bytes, chars, sentencepiece, hf or tiktoken (default: the run's)")
     add("--tokenizer-model", metavar="PATH", help="the tokenizer's file or folder (default: the run's)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is one")
     return parser

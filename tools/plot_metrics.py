@@ -1,6 +1,6 @@
 """Draw training and validation loss of one or more runs.
 
-    python tools/plot_metrics.py runs/a/metrics.jsonl runs/b/metrics.jsonl --output loss.png --text
+    python tools/plot_metrics.py runs/a runs/b/metrics.jsonl --output loss.png --text
 
 --output draws the losses (every step light, smoothed strong; validation dashed) and the learning rate below them;
 --text draws them in the terminal. The last line of standard output is one JSON object. Where a step was recorded more
@@ -88,7 +88,7 @@ def _add(history: History, line: str, where: str) -> None:
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Short names: the folder of a metrics.jsonl, the stem of another file; whole paths where those are equal."""
     names = [path.absolute().parent.name if path.name == DEFAULT_NAME else path.stem for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+    return names if len(set(names)) == len(names) else [str(path.parent if path.name == DEFAULT_NAME else path) for path in paths]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -181,7 +181,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise DataError(f"cannot draw {args.output}: its name must end in one of {' '.join(FORMATS)}")
     if args.smooth is not None and args.smooth < 1:
         raise DataError(f"--smooth is {args.smooth}; it must be at least 1 (no smoothing)")
-    histories = [read_history(path, name) for path, name in zip(args.files, run_names(args.files), strict=True)]
+    files = [path / DEFAULT_NAME if path.is_dir() else path for path in args.files]
+    histories = [read_history(path, name) for path, name in zip(files, run_names(files), strict=True)]
     if args.output is not None:
         draw(histories, args.smooth, args.output)
     if args.text:

@@ -4,6 +4,7 @@ from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.store import (
     complete_checkpoints,
     find_checkpoint,
+    has_checkpoints,
     load_tensors,
     newest_checkpoint,
     save_checkpoint,
@@ -14,6 +15,7 @@ __all__ = [
     "Manifest",
     "complete_checkpoints",
     "find_checkpoint",
+    "has_checkpoints",
     "load_tensors",
     "newest_checkpoint",
     "read_manifest",

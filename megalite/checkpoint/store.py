@@ -30,7 +30,15 @@ from megalite.errors import CheckpointError
 from megalite.grid import Axis
 from megalite.log import get_logger
 
-__all__ = ["complete_checkpoints", "find_checkpoint", "load_tensors", "newest_checkpoint", "save_checkpoint", "step_directory"]
+__all__ = [
+    "complete_checkpoints",
+    "find_checkpoint",
+    "has_checkpoints",
+    "load_tensors",
+    "newest_checkpoint",
+    "save_checkpoint",
+    "step_directory",
+]
 
 _LATEST = "latest"
 _PREFIX = "step-"
@@ -118,6 +126,11 @@ def newest_checkpoint(path: Path) -> Path:
             return candidate
         get_logger().warning(f"passed over {candidate}: {problem}")
     raise CheckpointError(f"{path} holds no complete checkpoint ({len(candidates)} incomplete); was --save pointed there?")
+
+
+def has_checkpoints(path: Path) -> bool:
+    """Whether there is anything at `path` that looks like a checkpoint, complete or not."""
+    return path.is_dir() and ((path / MANIFEST_NAME).exists() or (path / ".metadata").exists() or bool(_step_directories(path)))
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

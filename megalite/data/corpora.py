@@ -195,10 +195,11 @@ class Corpora:
         split = self._data.split
         sequences = split_ranges(split, len(indexed))[name]
         if sequences is None or sequences[0] == sequences[1]:
-            remedy = ", or leave out --eval-interval" if name == "valid" else ""
+            remedy = ", or --eval-interval None" if name == "valid" else ""
             raise DataError(
                 f"the {name} split of {indexed.path_prefix} is empty: split {split} of {len(indexed)} documents; give it a larger share, "
-                f"use data with more documents, give each split its own data (--{name}-data-path){remedy}"
+                "use data with more documents (preprocess_data.py --document-separator cuts a text file into several), give each split "
+                f"its own data (--{name}-data-path){remedy}"
             )
         return sequences
 

@@ -173,4 +173,7 @@ def _map_file(path: Path) -> np.ndarray:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise DataError(f"cannot read {path}: {reason}; a dataset prefix names two files, .idx and .bin") from error
+        raise DataError(
+            f"cannot read {path}: {reason}; a dataset prefix names two files, .idx and .bin, "
+            "which tools/preprocess_data.py writes as PREFIX_text_document"
+        ) from error

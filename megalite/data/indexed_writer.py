@@ -28,7 +28,7 @@ __all__ = ["IndexedDatasetWriter", "is_packed"]
 
 Ids = Sequence[int] | np.ndarray
 _MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
-_COPY_BYTES = 1 << 24
+_COPY_BYTES = 1 << 22
 
 
 class IndexedDatasetWriter:

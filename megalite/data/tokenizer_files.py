@@ -80,7 +80,7 @@ class SentencePieceTokenizer:
         self._control = {token for token in range(self.vocab_size) if processor.is_control(token)}
         self.special_strings: tuple[str, ...] = tuple(processor.id_to_piece(token) for token in sorted(self._control))
         self._words: WordEncoder | None = word_encoder(processor) if use_fast else None
-        self.backend = "reference" if self._words is None else "sentencepiece by words"
+        self.backend = "reference" if self._words is None else self._words.name
 
     def _find(self, piece: str) -> int:
         token = int(self._processor.piece_to_id(piece))

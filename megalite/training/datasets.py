@@ -54,7 +54,8 @@ def training_samples(sizes: BatchSizes, start: TrainState, train_iters: int) -> 
 
 def build_datasets(config: RunConfig, sizes: BatchSizes, grid: Grid, start: TrainState) -> RunDatasets:
     """Training and validation samples of a run that goes on from `start`. Collective over the world. Raises ConfigError or DataError."""
-    num_samples = {**config.num_samples(sizes.full), "train": training_samples(sizes, start, config.train.train_iters)}
+    num_samples = config.num_samples(sizes.full)
+    num_samples["train"] = training_samples(sizes, start, config.train.train_iters)
     if config.data.mock_data:
         vocab_size, length, seed = config.model.known_vocab_size, config.data.seq_length, config.train.seed
         train = MockDataset(vocab_size, length, num_samples["train"], seed)

@@ -13,6 +13,7 @@ Decisions
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -25,11 +26,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import CommError, ConfigError, MegaliteError
+from megalite.grid import Axis, Grid
 
-__all__ = ["Launch", "choose_device", "guard", "init_distributed"]
+__all__ = ["Launch", "choose_device", "guard", "init_distributed", "library_comm_error"]
 
 _FAILURES = "megalite/failures"
+_BROKEN_LINE = re.compile("timed out|timeout|connection (closed|reset|refused)|broken pipe|nccl|socket", re.IGNORECASE)
 _LOOK_FOR_LAUNCHER = 0.5  # seconds
 _WAIT_FOR_LAUNCHER = 5.0  # seconds that a rank which failed second leaves the launcher to notice the first one
 
@@ -81,6 +84,24 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
         timeout=timeout,
         device_id=device if on_gpu else None,
     )
+
+
+def library_comm_error(error: Exception, grid: Grid) -> CommError | None:
+    """What to say of a collective that failed inside a library: FSDP2's go over data parallelism, other libraries' over the world.
+
+    None for every other error, whose traceback is wanted. (Collectives of ours raise CommError by themselves, see `comm`.)
+    """
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    in_library = any("torch/distributed/" in file for file in files)
+    if (
+        type(error) not in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        or not in_library
+        or not _BROKEN_LINE.search(str(error))
+    ):
+        return None
+    axis: Axis = grid.dp if any("_fully_shard" in file for file in files) else grid.world
+    ranks = ", ".join(map(str, axis.ranks[:8])) + (", ..." if axis.size > 8 else "")
+    return CommError(f"a collective over axis {axis.name} (ranks {ranks}) failed during {grid.progress.doing}: {error}")
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class Metrics:
         self._line(
             f"step {last.step}/{self._train_iters} | {last.consumed_samples:,} samples | loss {loss:.4f} | lr {last.lr:.3e} | "
             f"grad norm {last.grad_norm:.3f} | "
-            f"{seconds * 1e3:.0f} ms/step | {rate['tokens_per_s']:,.0f} tokens/s | {rate['tflops_per_rank']:.3f} TFLOP/s/rank{mfu} | "
+            f"{seconds * 1e3:.0f} ms/step | {rate['tokens_per_s']:,.0f} tokens/s | {rate['tflops_per_rank']:.3g} TFLOP/s/rank{mfu} | "
             f"memory {memory_gib(self._grid.device):.2f} GiB"
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from megalite.checkpoint.manifest import write_atomically
 from megalite.config import RunConfig
 from megalite.log import get_logger
 from megalite.training.checkpoints import load_run
-from megalite.training.launch import Launch
+from megalite.training.launch import Launch, library_comm_error
 from megalite.training.loop import train
 from megalite.training.outputs import check_save_folder
 from megalite.training.setup import Run, build_run
@@ -23,16 +24,24 @@ def run_training(config: RunConfig, launch: Launch) -> list[float]:
         if run.checkpoint is not None:
             load_run(run, run.checkpoint)
         _prepare_save_folder(run)
+        begin, began_at = time.perf_counter(), run.state.step
         losses = train(run)
     except Exception as error:
         error.add_note(f"(during {run.grid.progress.doing})")
+        failed = library_comm_error(error, run.grid)
+        if failed is not None:
+            raise failed from error
         raise
     finally:
         run.metrics.close()  # also on failure: TensorBoard holds values back, and a progress bar hides the cursor
     if run.trace is not None:
         run.trace.close()
     run.train_loader.close()
-    get_logger().info(f"done: {run.state.step} steps, {run.state.consumed_samples} samples")
+    if run.state.step == began_at:
+        get_logger().info(f"nothing to do: the checkpoint is at step {run.state.step} and train_iters is {config.train.train_iters}")
+    else:
+        minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
+        get_logger().info(f"done: {run.state.step} steps, {run.state.consumed_samples} samples, {minutes} min {seconds} s")
     return losses
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megalite import comm
 from megalite.batch_sizes import BatchSizes
-from megalite.checkpoint import find_checkpoint, read_manifest
+from megalite.checkpoint import find_checkpoint, has_checkpoints, read_manifest
 from megalite.config import RunConfig
 from megalite.data.loader import GlobalBatchLoader
 from megalite.data_parallel import GradientSync, shard_stage
@@ -31,6 +31,7 @@ from megalite.pipeline.runtime import PipelineRuntime, splits_backward
 from megalite.pipeline.verify import verify
 from megalite.tensor_parallel import ParallelContext, WeightGradQueue
 from megalite.training.datasets import build_datasets, resolve_vocab_size
+from megalite.training.describe import describe
 from megalite.training.launch import Launch, choose_device, init_distributed
 from megalite.training.metrics import Metrics
 from megalite.training.outputs import check_outputs
@@ -99,7 +100,7 @@ def build_run(config: RunConfig, launch: Launch) -> Run:
     if not torch.distributed.is_initialized():
         init_distributed(launch, device, timeout)
     grid = Grid.build(GridShape(**config.grid_sizes(launch.world_size)), device, timeout)
-    checkpoint = None if config.output.load is None else find_checkpoint(Path(config.output.load), grid.world)
+    checkpoint = _find_checkpoint(config, grid)
     return build_run_on(config, grid, train_programs, eval_program, checkpoint)
 
 
@@ -148,7 +149,7 @@ def build_run_on(
         checkpoint=checkpoint,
     )
     run.runtime.clock = None if run.trace is None else run.trace.clock
-    _describe(run)
+    describe(run)
     return run
 
 
@@ -180,6 +181,17 @@ def _edge(config: RunConfig, grid: Grid) -> Edge:
     split = grid.tp.size if config.parallel.use_sequence_parallel else 1
     shape = (config.data.seq_length // split, config.train.micro_batch_size, config.model.hidden_size)
     return Edge(shape, compute_dtype(config), grid.device)
+
+
+def _find_checkpoint(config: RunConfig, grid: Grid) -> Path | None:
+    """What to resume from. One command for the first start and every restart: --load X --save X starts anew while X holds nothing."""
+    output = config.output
+    if output.load is None:
+        return None
+    if output.load == output.save and comm.broadcast_object(not has_checkpoints(Path(output.load)), grid.world):
+        get_logger().info(f"{output.load} holds no checkpoint yet: starting from step 0")
+        return None
+    return find_checkpoint(Path(output.load), grid.world)
 
 
 def _position(checkpoint: Path | None) -> TrainState:
@@ -222,26 +234,3 @@ def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:
         metrics_file=Path(file) if file else None,
         tensorboard_dir=output.tensorboard_dir,
     )
-
-
-def _describe(run: Run) -> None:
-    """Log what was built, and check that no layer was lost: the stages' parameters add up to the model's."""
-    config, shape = run.config, run.grid.shape
-    mine = sum(_true_size(parameter) for parameter in run.parameters if not parameter.is_copy)
-    total = int(comm.all_reduce(torch.tensor(mine, device=run.grid.device), run.grid.pp).item())
-    expected = config.model.num_parameters()
-    assert total == expected, f"the stages hold {total} parameters, the model has {expected}"
-    schedule = run.eval_program.schedule
-    name = next(iter(run.train_programs.values())).schedule.name
-    get_logger().info(
-        f"{total:,} parameters | {run.grid.world_size} ranks = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
-        f"{name}, {schedule.num_microbatches} micro-batches of {config.train.micro_batch_size} x {config.data.seq_length} | "
-        f"{config.train.precision} on {run.grid.device.type}"
-    )
-
-
-def _true_size(parameter: OptimParameter) -> int:
-    """Elements of the logical parameter without the rows that pad the vocabulary."""
-    shape, valid_rows = parameter.parameter.shape, parameter.info.valid_rows
-    padding = 0 if valid_rows is None else (shape[0] - valid_rows) * shape[1:].numel()
-    return shape.numel() - padding

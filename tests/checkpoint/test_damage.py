@@ -73,7 +73,7 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "data cut short": (lambda folder: cut(folder / DATA, 500), f"{DATA} has 500 bytes, "),
     "data empty": (lambda folder: cut(folder / DATA, 0), f"{DATA} has 0 bytes, "),
     "data missing": (lambda folder: (folder / DATA).unlink(), f"{DATA} is missing"),

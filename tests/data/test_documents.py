@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.documents import Chunk, _split, find_sources, parse_separator, read_chunks
+from megalite.data.documents import Chunk, _split, find_sources, parse_separator, read_chunks, total_bytes
 from megalite.errors import ConfigError, DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -37,6 +38,7 @@ def test_split_equals_split_of_the_whole(blocks: list[bytes], separator: bytes) 
 
 
 def test_records_end_at_newline_only(tmp_path: Path) -> None:
+    """Requirement 6."""
     path = tmp_path / "a.jsonl"
     lines = ["one\u2028two\x85three\x0b", "", "four\r", "five"]
     path.write_bytes(BOM + "\n".join(lines).encode())
@@ -68,6 +70,7 @@ def test_text_files_are_one_document_or_cut_at_separators(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("inner", [".jsonl", ".json", ".txt"])
 def test_compressed_files(tmp_path: Path, inner: str) -> None:
+    """Requirement 8: .gz and .zst, of several members too."""
     content = b"".join(b"%d\n" % number for number in range(200_000))
     whole = tmp_path / f"plain{inner}"
     whole.write_bytes(content)
@@ -81,11 +84,50 @@ def test_compressed_files(tmp_path: Path, inner: str) -> None:
     assert records(frames) == expected
 
 
+def test_compression_is_seen_in_the_content(tmp_path: Path) -> None:
+    """Requirement 8: a compressed file without its suffix, and compressed standard input, are read all the same."""
+    for packed in (gzip.compress(b"one\ntwo\n"), zstandard.compress(b"one\ntwo\n")):
+        (tmp_path / "a.jsonl").write_bytes(packed)
+        assert records(tmp_path / "a.jsonl") == records("-", stdin=packed) == [b"one", b"two"]
+
+
+def test_padding_behind_a_gzip_member_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"one\n") + b"\0" * 512)
+    assert records(tmp_path / "a.jsonl.gz") == [b"one"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str) -> None:
+    """Requirement 9: reading 24 MB holds a chunk and a few blocks, compressed or not."""
+    content = b"a line of text of some length that is repeated\n" * 500_000
+    pack = {"": bytes, ".gz": lambda data: gzip.compress(data, 1), ".zst": zstandard.compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(content))
+    tracemalloc.start()
+    count = sum(len(chunk.records) for chunk in read_chunks(find_sources([str(path)]), None, 50_000, None))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 500_000
+    assert peak < (22e6 if suffix == ".zst" else 4e6)  # zstd: one input block of repetitions has a large content
+
+
+def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
+    sizes = []
+    for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(b"".join(b"%d\n" % number for number in range(200_000))))
+        sizes.append((tmp_path / name).stat().st_size)
+    sources = find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")])
+    chunks = list(read_chunks(sources, None, 10_000, None))
+    assert sum(chunk.consumed for chunk in chunks) == total_bytes(sources) == sum(sizes)
+    assert sum(chunk.consumed > 0 for chunk in chunks) > 5  # while it reads, not at the end
+    assert total_bytes(find_sources(["-"])) is None
+
+
 def test_damaged_compressed_files(tmp_path: Path) -> None:
     content = b"some text to compress\n" * 5000
     for suffix, packed in ((".gz", gzip.compress(content)), (".zst", zstandard.compress(content))):
         path = tmp_path / f"a.jsonl{suffix}"
-        for damaged in (packed[:-4], packed[: len(packed) // 2], b"plain text", packed + b"trailing junk"):
+        for damaged in (packed[:-4], packed[: len(packed) // 2], b"plain text", packed + b"trailing junk", b""):
             path.write_bytes(damaged)
             with pytest.raises(DataError, match=rf"a\.jsonl\{suffix}: damaged"):
                 records(path)
@@ -112,6 +154,7 @@ def test_standard_input() -> None:
 
 @pytest.mark.parametrize("name", ["a.csv", "a", "a.gz", "a.jsonl.bz2", "a.JSONL", "a.zst"])
 def test_unknown_suffix(tmp_path: Path, name: str) -> None:
+    """Requirement 8: an unknown suffix is an error, not zero documents."""
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=r"must end in .jsonl, .json, .txt"):
         find_sources([str(tmp_path / name)])

@@ -223,6 +223,7 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_id_that_does_not_fit_is_refused(dtype: str, ids: Any, message: str, tmp_path: Path) -> None:
+    """Requirement 11: no id wraps, negative ones included."""
     with pytest.raises(DataError, match=message):
         write(tmp_path / "new", [[1, 2], ids], dtype)
     assert list(tmp_path.iterdir()) == []

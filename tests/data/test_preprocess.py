@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 
 from megalite.data.dataset_meta import meta_path, read_meta
 from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import PreprocessOptions, Summary, default_workers, preprocess
-from megalite.data.tokenizer import TokenizerSpec
+from megalite.data.indexed_writer import IndexedDatasetWriter, _remove_leftovers
+from megalite.data.preprocess import PreprocessOptions, Summary, _set_up_worker, default_workers, preprocess
+from megalite.data.tokenizer import BytesTokenizer, TokenizerSpec, flatten
+from megalite.data.worker_pool import map_in_order
 from megalite.errors import ConfigError, DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
@@ -69,6 +72,7 @@ def test_megatron_with_bos_differs_only_in_the_empty_document(tmp_path: Path) ->
 
 
 def test_empty_texts_and_lists(tmp_path: Path) -> None:
+    """Requirement 1: an empty text is an empty document without EOD, counted; white space is text."""
     lines = [{"text": text} for text in ("", "a", " ", [], ["", ""], ["b", "", "cd"], "\n")]
     summary = run(tmp_path, lines, append_eod=True)
     assert documents(tmp_path / "out_text_document") == [
@@ -90,6 +94,7 @@ def test_empty_texts_and_lists(tmp_path: Path) -> None:
 
 
 def test_bos_and_eod_are_there_once_for_a_list_of_texts(tmp_path: Path) -> None:
+    """Requirements 13 and 14: once each, as ids beside those of the texts alone."""
     run(tmp_path, [{"text": ["fox", "dog"]}], HF_BOS, append_eod=True, prepend_bos=True)
     [[first, second]] = documents(tmp_path / "out_text_document")
     plain = HF_BOS.build().encode_batch(["fox", "dog"])
@@ -97,6 +102,7 @@ def test_bos_and_eod_are_there_once_for_a_list_of_texts(tmp_path: Path) -> None:
 
 
 def test_lines_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Requirements 6 and 7: separators of other kinds are text, a byte order mark is none."""
     text = "a\u2028b\x85c\ufeff\x00 \t\r\n  d\n\n"
     raw = json.dumps({"text": text}, ensure_ascii=False).encode()
     run(tmp_path, b"\xef\xbb\xbf" + raw + b"\r\n\n  \r\n" + raw)
@@ -123,6 +129,7 @@ INVALID = {
 
 @pytest.mark.parametrize(("raw", "workers"), [*((raw, 1) for raw in INVALID), (b"{}", 2), (b"[", 2)])
 def test_invalid_record_is_named_and_nothing_is_left(tmp_path: Path, raw: bytes, workers: int) -> None:
+    """Requirements 4, 5 and 7: file, line and reason, from any worker."""
     good = b'{"text": "good"}\n'
     with pytest.raises(DataError, match=rf"in\.jsonl:4: .*{INVALID[raw]}"):
         run(tmp_path, good + b"\n" + good + raw + b"\n" + good, workers=workers, chunk_bytes=20)
@@ -130,6 +137,7 @@ def test_invalid_record_is_named_and_nothing_is_left(tmp_path: Path, raw: bytes,
 
 
 def test_invalid_records_are_skipped_and_counted(tmp_path: Path) -> None:
+    """Requirement 4: skipping is asked for, and ends with a count."""
     raw = b"".join(b'{"text": "ok"}\n' + bad + b"\n" for bad in INVALID)
     summary = run(tmp_path, raw, skip_invalid=True, append_eod=True)
     assert documents(tmp_path / "out_text_document") == [[[111, 107, 256]]] * len(INVALID)
@@ -183,6 +191,7 @@ def test_workers_do_not_change_the_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "zeros", "count"), [("plain", 0, 0), ("count", 0, 3), ("allow", 3, 3)])
 def test_special_spellings(tmp_path: Path, mode: str, zeros: int, count: int) -> None:
+    """Requirement 15: plain text by default, counted on demand, control tokens only when allowed."""
     spec = TokenizerSpec("hf", str(GOLDEN / "tok_hf_nobos"), mode)
     summary = run(tmp_path, [{"text": "a<|endoftext|>b<|endoftext|>"}, {"text": "<|endoftext|>"}], spec)
     ids = [token for document in documents(summary.outputs[0]) for sequence in document for token in sequence]
@@ -191,6 +200,7 @@ def test_special_spellings(tmp_path: Path, mode: str, zeros: int, count: int) ->
 
 
 def test_dtype_follows_the_largest_id(tmp_path: Path) -> None:
+    """Requirement 11: uint16 up to id 65535, int32 above."""
     for last, dtype in ((65_535, "uint16"), (65_536, "int32")):
         characters = [chr(code) for code in range(0x20, 0x20 + last + 0x800) if not 0xD800 <= code < 0xE000][:last]
         (tmp_path / "chars.json").write_text(json.dumps(characters))  # EOD is the id after the last character
@@ -201,6 +211,7 @@ def test_dtype_follows_the_largest_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [[], [{"text": ""}], [{"text": 1}]])
 def test_no_token_is_a_failure(tmp_path: Path, lines: list[object]) -> None:
+    """Requirement 3: nothing written is never a success."""
     with pytest.raises(DataError, match="no token was written for key 'text'"):
         run(tmp_path, lines, append_eod=True, skip_invalid=True)
     assert left_over(tmp_path) == []
@@ -215,6 +226,67 @@ def test_failure_keeps_the_older_output(tmp_path: Path) -> None:
     assert len(before) == 3
 
 
+def test_sizes_and_tokens_agree(tmp_path: Path) -> None:
+    """Requirement 2: the sizes in the index include EOD and BOS, and sum to the ids in the .bin."""
+    summary = run(tmp_path, [{"text": text} for text in ("fox", "", "dog", ["a", "b"])], HF_BOS, append_eod=True, prepend_bos=True)
+    dataset = IndexedDataset(summary.outputs[0])
+    size = Path(f"{summary.outputs[0]}.bin").stat().st_size
+    assert dataset.sizes.sum() * dataset.dtype.itemsize == size == summary.counts.tokens * 2
+    writer = IndexedDatasetWriter(tmp_path / "x", "uint16")
+    writer.add_document([1, 2])
+    writer._sizes[0] = 1  # as if EOD had come after the length was taken
+    with pytest.raises(AssertionError, match="does not cover the tokens"):
+        writer.finalize()
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_workers_have_a_default_and_libraries_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirement 19: one worker per processor unless told otherwise; inside a worker the libraries start no threads."""
+    assert 1 <= default_workers() <= 16
+    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert list(map_in_order(_threads_setting, range(1), 1, _set_up_worker)) == [("false", "1")]
+
+
+def _threads_setting(_: int) -> tuple[str | None, str | None]:
+    return os.environ.get("TOKENIZERS_PARALLELISM"), os.environ.get("RAYON_NUM_THREADS")
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirement 11: a tokenizer that gives ids beyond its size is found out before an id could wrap."""
+    monkeypatch.setattr(BytesTokenizer, "encode_flat", lambda *_: flatten([[97, 65_536 + 97]]))
+    with pytest.raises(DataError, match="bytes gave the id 65633, but has only 257 ids"):
+        run(tmp_path, [{"text": "a"}])
+
+
+def test_the_first_problem_is_named_whatever_kind_it_is(tmp_path: Path) -> None:
+    (tmp_path / "chars.json").write_text('["a"]')
+    spec = TokenizerSpec("chars", str(tmp_path / "chars.json"))
+    with pytest.raises(DataError, match=r"in\.jsonl:2: character 'b'"):
+        run(tmp_path, b'{"text": "a"}\n{"text": "b"}\n{"text": \n', spec)
+    summary = run(tmp_path, b'{"text": "a"}\n{"text": "b"}\n{"text": \n', spec, skip_invalid=True)
+    assert summary.counts.problem is not None
+    assert "in.jsonl:2: character 'b'" in summary.counts.problem
+
+
+def test_no_rubbish_of_a_killed_run_stays(tmp_path: Path) -> None:
+    for name in (
+        "out_text_document.bin.tmp.1",
+        "out_text_document.idx.tmp.1",
+        "out_text_document.idx.tmp.2",
+        "out_text_document.meta.json.tmp.3",
+    ):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "out_text_document2.bin.tmp.1").write_bytes(b"x")  # of another dataset
+    run(tmp_path, [{"text": "a"}])
+    assert [path.name for path in tmp_path.glob("*.tmp.*")] == ["out_text_document2.bin.tmp.1"]
+    alive = IndexedDatasetWriter(tmp_path / "out_text_document", "uint16")
+    _remove_leftovers(tmp_path / "out_text_document")
+    assert len(list(tmp_path.glob("*.tmp.*"))) == 2  # that of a living writer stays
+    alive.abort()
+    assert documents(tmp_path / "out_text_document") == [[[97]]]
+
+
 def test_wrong_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, [], workers=0, chunk_bytes=0, json_keys=("a/b", "a/b"))
@@ -225,6 +297,7 @@ def test_wrong_settings(tmp_path: Path) -> None:
 
 
 def test_lossy_tokenizer_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requirement 16: the text is not changed by us; a model that changes it is named, once."""
     with caplog.at_level(logging.WARNING, logger="megalite"):
         run(tmp_path, [{"text": "a"}] * 50, SENTENCEPIECE, chunk_bytes=1)
         run(tmp_path, [{"text": "a"}], BYTES)

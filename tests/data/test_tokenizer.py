@@ -87,6 +87,7 @@ def test_damaged_character_lists(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_trained_sentencepiece_is_lossless(trained: dict[str, Path], model_type: str) -> None:
+    """Requirement 16: newlines, tabs and repeated spaces come back."""
     tokenizer = build_tokenizer("sentencepiece", trained[model_type])
     assert find_losses(tokenizer) == []
     text = SHAKESPEARE.read_text()[-20_000:]
@@ -142,6 +143,7 @@ def test_hf_ids_and_sizes() -> None:
 
 
 def test_hf_never_adds_special_tokens() -> None:
+    """Requirement 13."""
     tokenizer = build_tokenizer("hf", HF_BOS / "tokenizer.json")  # its template puts BOS in front
     assert (tokenizer.bos_id, tokenizer.eod_id) == (0, 1)
     assert not {0, 1} & set(tokenizer.encode("fox"))
@@ -150,6 +152,7 @@ def test_hf_never_adds_special_tokens() -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "count"])
 def test_special_spelling_is_plain_text(mode: str) -> None:
+    """Requirement 15."""
     tokenizer = build_tokenizer("hf", HF, special_tokens_in_text=mode)
     text = "a page about <|endoftext|> tokens"
     for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0]):
@@ -187,6 +190,7 @@ def test_hf_settings_of_the_file_do_not_cut_text(tmp_path: Path) -> None:
 
 
 def test_hf_size_counts_added_tokens(tmp_path: Path) -> None:
+    """Requirement 12: the size is the largest id + 1."""
     folder = hf_folder(tmp_path)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens(["<extra one>", "<extra two>"])

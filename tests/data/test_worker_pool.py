@@ -37,6 +37,7 @@ def fail_or_sleep(number: int) -> int:
 
 
 def test_results_come_in_order_with_a_bounded_look_ahead() -> None:
+    """Requirement 9: a few items per worker are in flight, however long the stream."""
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -54,6 +55,7 @@ def test_results_come_in_order_with_a_bounded_look_ahead() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_killed_worker_ends_the_stream() -> None:
+    """Requirement 10."""
     with pytest.raises(DataError, match="one of 2 worker processes died"):
         list(map_in_order(partial(die_at, 9), range(1_000_000), 2, set_up))
 

@@ -131,7 +131,13 @@ def test_names_of_runs() -> None:
     paths = [Path("runs/a/metrics.jsonl"), Path("old.jsonl")]
     assert run_names(paths) == ["a", "old"]
     clash = [Path("x/a/metrics.jsonl"), Path("y/a/metrics.jsonl")]
-    assert run_names(clash) == [str(path) for path in clash]
+    assert run_names(clash) == ["x/a", "y/a"]
+
+
+def test_a_run_s_folder_means_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a" / "metrics.jsonl", falling(3))
+    assert main([str(tmp_path / "a")]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a"
 
 
 @pytest.mark.parametrize(

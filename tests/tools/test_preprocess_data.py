@@ -123,6 +123,7 @@ def test_unknown_and_abbreviated_options_are_errors(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_killed_worker_ends_the_run(tmp_path: Path) -> None:
+    """Requirement 10: within seconds, exit code 1, one line, no output."""
     arguments = ["--output-prefix", tmp_path / "o", "--tokenizer-type", "bytes", "--workers", 2, "--chunk-bytes", 1000]
     process = start("--input", "-", *arguments)
     assert process.stdin is not None
@@ -163,8 +164,9 @@ def test_stopped_run_leaves_no_workers(tmp_path: Path, number: int, code: int, k
     assert not list(tmp_path.glob("*.idx"))
 
 
-@pytest.mark.parametrize("name", ["preprocess_data", "train_tokenizer"])
+@pytest.mark.parametrize("name", ["preprocess_data", "train_tokenizer", "merge_datasets", "inspect_dataset"])
 def test_tools_and_workers_do_not_import_torch(name: str) -> None:
+    """Requirement 18."""
     code = (
         "import runpy, sys; runpy.run_path(sys.argv[1], run_name='tool'); import megalite.data.tokenizer_hf;"
         "print(*[m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers')])"

@@ -8,9 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+
+from megalite import comm
+from megalite.grid import Grid, GridShape
+from megalite.testing.layouts import Layout
+from megalite.testing.parity import tiny_config
+from megalite.training.launch import library_comm_error
+from megalite.training.loop import train_step
+from megalite.training.setup import build_programs, build_run_on
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = (
@@ -60,3 +71,32 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def hang_in_data_parallelism() -> tuple[str, str]:
+    """Rank 1 of two stays away from the second step; what rank 0 gets, and what becomes of an error without a collective."""
+    config = Layout(dp=2, zero=3).apply(tiny_config()).resolve()
+    grid = Grid.build(GridShape(**config.grid_sizes(2)), "cpu", timedelta(seconds=2))
+    run = build_run_on(config, grid, *build_programs(config, 2))
+    train_step(run)
+    microbatches = run.train_loader.next_step()
+    comm.barrier(grid.world)
+    if grid.rank == 1:
+        time.sleep(4)
+        return "", ""
+    run.grid.progress.doing = "step 2"
+    try:
+        run.runtime.train_step(run.train_programs[len(microbatches)], microbatches, 1.0)
+    except RuntimeError as error:
+        said = str(library_comm_error(error, grid))
+    try:
+        torch.matmul(torch.ones(2), torch.ones(3))
+    except RuntimeError as error:
+        other = str(library_comm_error(error, grid))
+    return said, other
+
+
+def test_a_time_out_inside_fsdp_names_axis_and_step() -> None:
+    said, other = run_ranks(hang_in_data_parallelism, 2)[0]
+    assert re.match(r"a collective over axis dp \(ranks 0, 1\) failed during step 2, forward of micro-batch 0 on stage 0: .*imed out", said)
+    assert other == "None"

@@ -58,8 +58,13 @@ def test_the_log_shows_the_real_loss_from_one_rank_and_no_warning(parallel_run) 
 
 
 def test_one_rank_without_torchrun_gives_the_same_losses(parallel_run, tmp_path: Path) -> None:
-    result = start("pretrain_gpt.py", *SMALL, "--metrics-file", str(tmp_path / "m.jsonl"))
+    save = ["--save", str(tmp_path / "new"), "--load", str(tmp_path / "new")]  # the command of the first start is that of a restart
+    result = start("pretrain_gpt.py", *SMALL, *save, "--metrics-file", str(tmp_path / "m.jsonl"))
     assert result.returncode == 0, result.stderr
+    assert f"{tmp_path / 'new'} holds no checkpoint yet: starting from step 0" in result.stderr
+    again = start("pretrain_gpt.py", *SMALL, *save)
+    assert again.returncode == 0, again.stderr
+    assert "nothing to do: the checkpoint is at step 4 and train_iters is 4" in again.stderr
     expected = records(parallel_run[1] / "metrics.jsonl")
     for mine, other in zip(records(tmp_path / "m.jsonl"), expected, strict=True):
         for key in {"loss", "valid_loss"} & other.keys():

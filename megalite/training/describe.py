@@ -1,0 +1,37 @@
+"""What a run says about itself at the start, and the check that its stages add up to the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megalite import comm
+from megalite.log import get_logger
+
+if TYPE_CHECKING:
+    from megalite.training.setup import Run
+
+__all__ = ["describe"]
+
+
+def describe(run: Run) -> None:
+    """Log sizes, layout, schedule and weight decay; no layer may be lost. Collective over pp."""
+    config, shape, train = run.config, run.grid.shape, run.config.train
+    groups = torch.tensor([run.optimizer.group_counts["decay"], run.optimizer.group_counts["no_decay"]], device=run.grid.device)
+    (decayed, decayed_size), (others, others_size) = comm.all_reduce(groups, run.grid.pp).tolist()
+    total, expected = decayed_size + others_size, config.model.num_parameters()
+    assert total == expected, f"the stages hold {total} parameters, the model has {expected}"
+    schedule = next(iter(run.train_programs.values())).schedule.name
+    ranks = _counted(run.grid.world_size, "rank")
+    microbatches = _counted(run.eval_program.schedule.num_microbatches, "micro-batch", "es")
+    get_logger().info(
+        f"{total:,} parameters | {ranks} = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
+        f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {train.precision} on {run.grid.device.type}"
+    )
+    decay = config.optim.weight_decay
+    get_logger().info(f"weight decay {decay:g} on {decayed} tensors ({decayed_size:,} elements), none on {others} ({others_size:,})")
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + ("" if number == 1 else plural)
