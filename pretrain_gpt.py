@@ -1,8 +1,8 @@
 """Train a GPT or Llama style language model.
 
-    python pretrain_gpt.py --mock-data --vocab-size 512                           one rank
-    torchrun --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --config run.toml   four ranks
-    python pretrain_gpt.py --help                                                 every setting
+One rank: python pretrain_gpt.py --mock-data --vocab-size 512
+
+Four ranks: torchrun --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --config run.toml
 """
 
 from __future__ import annotations

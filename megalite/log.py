@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 __all__ = ["configure_logging", "get_logger"]
 
@@ -18,10 +19,21 @@ def get_logger(name: str = "megalite") -> logging.Logger:
     return logging.getLogger(name if name.startswith("megalite") else f"megalite.{name}")
 
 
+class _StandardError(logging.StreamHandler):
+    """Writes to what `sys.stderr` is when a line is written: it may have been replaced (by a progress display) or closed since."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def configure_logging(rank: int, world_size: int, level: int = logging.INFO) -> None:
     """Send megalite's log lines to standard error; ranks other than 0 only warn, and say who they are."""
     prefix = f"[rank {rank}] " if world_size > 1 and rank != 0 else ""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("megalite")
     for old in list(logger.handlers):

@@ -50,7 +50,15 @@ EXACT_LEVELS = {"megalite": 0, "megalite.pipeline": 0}  # these two __init__ fil
 ALLOWED_SIDEWAYS = {("tools", "megalite.testing"), ("examples", "megalite.testing")}
 
 # programs that prepare data or look at schedules: they start at once because they never import torch
-TORCH_FREE_TOOLS = ("build_index", "provenance", "preprocess_data", "merge_datasets", "inspect_dataset", "draw_schedule", "verify_schedules")
+TORCH_FREE_TOOLS = (
+    "build_index",
+    "provenance",
+    "preprocess_data",
+    "merge_datasets",
+    "inspect_dataset",
+    "draw_schedule",
+    "verify_schedules",
+)
 
 TENSOR_COLLECTIVES = {
     "all_gather",

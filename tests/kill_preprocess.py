@@ -106,7 +106,7 @@ def wrong_datasets(found: dict[str, bytes], expected: dict[str, bytes]) -> list[
 def run(num_kills: int, seed: int, num_lines: int = 3000) -> dict[str, object]:
     """All kills; returns the figures, of which `problems` must be empty."""
     rng = random.Random(seed)
-    figures: dict[str, object] = {"kills": num_kills, "running": 0, "absent": 0, "partly": 0, "complete": 0}
+    figures = {"kills": num_kills, "running": 0, "absent": 0, "partly": 0, "complete": 0}
     problems: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="kill-preprocess-"))
     try:

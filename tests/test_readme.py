@@ -99,3 +99,8 @@ def test_char_gpt_example_runs(tmp_path: Path) -> None:
 def test_benchmark_runs(checkout: Path) -> None:
     result = run("python tools/bench_train.py --rounds 1 --steps 1 --tiny", checkout)
     assert '"speed_ratio"' in result.stdout.splitlines()[-1]
+
+
+def test_pipeline_benchmark_runs(checkout: Path) -> None:
+    result = run("python tools/bench_pipeline.py --schedules zb-v --rounds 1 --tiny", checkout)
+    assert '"makespan_over_predicted"' in result.stdout.splitlines()[-1]

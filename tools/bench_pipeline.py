@@ -37,7 +37,7 @@ from megalite.pipeline.lowering import lower
 from megalite.pipeline.measured import compare
 from megalite.pipeline.p2p import Edge
 from megalite.pipeline.runtime import PipelineRuntime
-from megalite.pipeline.schedules import build_schedule
+from megalite.pipeline.schedules import Schedule, build_schedule
 from megalite.tensor_parallel import vocab_parallel_cross_entropy
 from megalite.testing.rank_pool import RankPool
 from megalite.training.pipeline_trace import PipelineTrace
@@ -88,14 +88,15 @@ def bench_schedule(config: RunConfig, name: str, rounds: int, trace_file: str) -
     config = replace(config, parallel=parallel).resolve()
     grid = Grid.build(GridShape(pp=RANKS), "cpu", timedelta(seconds=300))
     run = build_run_on(config, grid, *build_programs(config, RANKS))
-    microbatches = run.train_loader.next_step()
+    microbatches: list[MicroBatch] = list(run.train_loader.next_step())
     run.train_loader.close()
-    trace = PipelineTrace.start(grid, run.train_program.schedule, trace_file)
+    (program,) = run.train_programs.values()
+    trace = PipelineTrace.start(grid, program.schedule, trace_file)
     assert trace is not None
     tokens = torch.tensor(float(config.train.global_batch_size * config.data.seq_length))
-    contenders: dict[str, Callable[[], object]] = {"ours": lambda: run.runtime.train_step(run.train_program, microbatches, tokens)}
+    contenders: dict[str, Callable[[], object]] = {"ours": lambda: run.runtime.train_step(program, microbatches, tokens)}
     if name in TORCH:
-        contenders["torch"] = _torch_step(run, name, microbatches, tokens)
+        contenders["torch"] = _torch_step(run, program.schedule, microbatches, tokens)
     seconds: dict[str, list[float]] = {who: [] for who in contenders}
     for number in range(rounds + 1):  # the first one warms up
         for who, step in contenders.items():
@@ -111,8 +112,8 @@ def bench_schedule(config: RunConfig, name: str, rounds: int, trace_file: str) -
     return {who: statistics.median(values) for who, values in seconds.items()}
 
 
-def _torch_step(run: Run, name: str, microbatches: list[MicroBatch], tokens: Tensor) -> Callable[[], object]:
-    config, schedule = run.config, run.train_program.schedule
+def _torch_step(run: Run, schedule: Schedule, microbatches: list[MicroBatch], tokens: Tensor) -> Callable[[], object]:
+    config = run.config
     length, micro = config.data.seq_length, config.train.micro_batch_size
     stages = [
         pipelining.PipelineStage(
@@ -126,7 +127,7 @@ def _torch_step(run: Run, name: str, microbatches: list[MicroBatch], tokens: Ten
         sizes = {"vocab_size": model.known_vocab_size, "padded_vocab_size": model.padded_vocab_size}
         return vocab_parallel_cross_entropy(logits, labels.t().contiguous(), **sizes, tp=axis).sum() / tokens
 
-    steps = TORCH[name](stages, len(microbatches), loss)
+    steps = TORCH[schedule.name](stages, len(microbatches), loss)
     inputs = [torch.cat([batch.tokens for batch in microbatches])] if 0 in run.stages else []
     labels = {"target": torch.cat([batch.labels for batch in microbatches])} if run.has_head else {}
     return lambda: steps.step(*inputs, **labels, return_outputs=False)

@@ -136,6 +136,7 @@ def reference_loop(corpus: str, prefix: str, kind: str, model: str, workers: int
     from megalite.data.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(kind, model, backend="reference")
+    assert tokenizer.eod_id is not None, "both kinds of trained tokenizer have one"
     encode = partial(_encode_line, eod_id=tokenizer.eod_id)
     with (
         open(corpus, encoding="utf-8", newline="\n") as lines,

@@ -53,12 +53,13 @@ class EncodedChunk:
     """One chunk's documents by key, and what was met on the way.
 
     `records` counts what was neither blank nor skipped; `problem` describes the first skipped record; `num_bytes` is
-    text, `consumed` the file's own bytes.
+    text, `consumed` the file's own bytes, `backend` says what encoded it.
     """
 
     keys: dict[str, EncodedDocuments]
     num_bytes: int
     consumed: int = 0
+    backend: str = ""
     records: int = 0
     skipped: int = 0
     problem: str | None = None
@@ -86,7 +87,7 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """All documents of a chunk in order; raises DataError for an invalid record unless those are skipped."""
-        result = EncodedChunk({}, sum(len(record) for record in chunk.records), chunk.consumed)
+        result = EncodedChunk({}, sum(len(record) for record in chunk.records), chunk.consumed, self._tokenizer.backend)
         problems: dict[int, str] = {}
         records = list(self._valid_records(chunk, problems))
         try:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import BinaryIO
 
@@ -78,6 +78,7 @@ class Counts:
     special_strings: int = 0
     num_bytes: int = 0
     problem: str | None = None
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def preprocess(options: PreprocessOptions, report: Callable[[Counts], None] | No
     if len(options.json_keys) > 1 and any(not source.is_json_lines for source in sources):
         raise ConfigError(f"text files have no keys, but {len(options.json_keys)} keys were asked for: {', '.join(options.json_keys)}")
     separator = None if options.document_separator is None else parse_separator(options.document_separator)
-    tokenizer = options.tokenizer.build()
+    # With workers only the facts are needed here, so the parent does not load the faster engine.
+    tokenizer = (options.tokenizer if options.workers == 1 else replace(options.tokenizer, backend="reference")).build()
     _check_tokenizer(options, tokenizer)
     dtype = best_dtype(tokenizer.vocab_size - 1)
     counts = Counts(total=total_bytes(sources))
@@ -148,7 +150,7 @@ def preprocess(options: PreprocessOptions, report: Callable[[Counts], None] | No
     seconds = time.perf_counter() - start
     prefixes = [output.prefix for output in outputs.values()]
     ids = (tokenizer.vocab_size, tokenizer.eod_id, tokenizer.bos_id)
-    return Summary(counts, seconds, dtype.name, *ids, prefixes, metas, tokenizer.backend)
+    return Summary(counts, seconds, dtype.name, *ids, prefixes, metas, counts.backend)
 
 
 def _publish(outputs: list[_Output], options: PreprocessOptions, tokenizer: Tokenizer) -> list[DatasetMeta]:
@@ -231,6 +233,7 @@ def _write_chunk(chunk: EncodedChunk, outputs: dict[str, _Output], counts: Count
     counts.skipped += chunk.skipped
     counts.special_strings += chunk.special_strings
     counts.problem = counts.problem or chunk.problem
+    counts.backend = chunk.backend
     for key, documents in chunk.keys.items():
         _write_documents(documents, outputs[key], counts)
 

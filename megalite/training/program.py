@@ -34,9 +34,9 @@ def run_training(config: RunConfig, launch: Launch) -> list[float]:
         raise
     finally:
         run.metrics.close()  # also on failure: TensorBoard holds values back, and a progress bar hides the cursor
+    run.train_loader.close()  # only now: after a failure it might wait for a thread that is stuck
     if run.trace is not None:
         run.trace.close()
-    run.train_loader.close()
     if run.state.step == began_at:
         get_logger().info(f"nothing to do: the checkpoint is at step {run.state.step} and train_iters is {config.train.train_iters}")
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import pytest
 from megalite.data.dataset_meta import meta_path, read_meta
 from megalite.data.indexed import IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter, _remove_leftovers
-from megalite.data.preprocess import PreprocessOptions, Summary, _set_up_worker, default_workers, preprocess
+from megalite.data.preprocess import PreprocessOptions, Summary, preprocess
 from megalite.data.tokenizer import BytesTokenizer, TokenizerSpec, flatten
-from megalite.data.worker_pool import map_in_order
 from megalite.errors import ConfigError, DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
@@ -240,18 +238,6 @@ def test_sizes_and_tokens_agree(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("x*"))
 
 
-def test_workers_have_a_default_and_libraries_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 19: one worker per processor unless told otherwise; inside a worker the libraries start no threads."""
-    assert 1 <= default_workers() <= 16
-    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    assert list(map_in_order(_threads_setting, range(1), 1, _set_up_worker)) == [("false", "1")]
-
-
-def _threads_setting(_: int) -> tuple[str | None, str | None]:
-    return os.environ.get("TOKENIZERS_PARALLELISM"), os.environ.get("RAYON_NUM_THREADS")
-
-
 def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requirement 11: a tokenizer that gives ids beyond its size is found out before an id could wrap."""
     monkeypatch.setattr(BytesTokenizer, "encode_flat", lambda *_: flatten([[97, 65_536 + 97]]))
@@ -293,7 +279,6 @@ def test_wrong_settings(tmp_path: Path) -> None:
     assert len(caught.value.violations) == 4
     with pytest.raises(ConfigError, match="bytes has no beginning-of-sequence token"):
         run(tmp_path, [], prepend_bos=True)
-    assert default_workers() >= 1
 
 
 def test_lossy_tokenizer_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

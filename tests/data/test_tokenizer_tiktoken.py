@@ -16,6 +16,7 @@ from megalite.errors import ConfigError, DataError
 tiktoken = pytest.importorskip("tiktoken")
 MERGED = [b"th", b"the", b" the", b"in", b"ing", b" f", b"ox", b" fox", b"  ", b"\n\n", b"\xc3\xa9", b"12", b"123", b"'s"]
 PIECES = [*(bytes([byte]) for byte in range(256)), *MERGED]
+RANKS = {piece: rank for rank, piece in enumerate(PIECES)}
 HARD = [
     "",
     "the fox's thing",

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from megalite.data.preprocess import _set_up_worker, default_workers
 from megalite.data.worker_pool import map_in_order
 from megalite.errors import DataError
 
@@ -71,3 +72,15 @@ def test_closing_early_does_not_wait_for_busy_workers() -> None:
     results = map_in_order(fail_or_sleep, iter([0, 2, 3, 4, 5, 6, 7]), 2, set_up)
     assert next(results) == 0
     results.close()
+
+
+def test_workers_have_a_default_and_libraries_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirement 19: one worker per processor unless told otherwise; inside a worker the libraries start no threads."""
+    assert 1 <= default_workers() <= 16
+    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert list(map_in_order(_threads_setting, range(1), 1, _set_up_worker)) == [("false", "1")]
+
+
+def _threads_setting(_: int) -> tuple[str | None, str | None]:
+    return os.environ.get("TOKENIZERS_PARALLELISM"), os.environ.get("RAYON_NUM_THREADS")
