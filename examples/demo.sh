@@ -43,8 +43,8 @@ run python tools/preprocess_data.py --input examples/data/shakespeare.txt --docu
 heading '3. Training on four ranks: every matmul over 2 (tensor), the layers over 2 (pipeline)'
 run torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --tp 2 --pp 2 --device cpu \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
-    --micro-batch-size 4 --global-batch-size 8 --train-iters 1000 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 50 \
-    --data-path "$out/shakespeare_text_document" --split 95,5 --eval-interval 200 --eval-iters 40 \
+    --micro-batch-size 8 --global-batch-size 16 --train-iters 400 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 50 \
+    --data-path "$out/shakespeare_text_document" --split 95,5 --eval-interval 100 --eval-iters 20 \
     --tokenizer-type sentencepiece --tokenizer-model "$out/tokenizer.model" \
     --log-interval 50 --save "$out/train" "$@"
 

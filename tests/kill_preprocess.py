@@ -112,13 +112,14 @@ def run(num_kills: int, seed: int, num_lines: int = 3000) -> dict[str, object]:
     try:
         (folder / "out").mkdir()
         write_corpus(folder / "in.jsonl", num_lines)
-        expected, seconds = undisturbed(folder, workers=1)
+        expected, _ = undisturbed(folder, workers=1)
+        seconds = {workers: undisturbed(folder, workers)[1] for workers in (1, 2)}
         for number in range(num_kills):
             for path in (folder / "out").glob("*"):
                 if ".tmp." not in path.name:  # left-overs stay: the next run meets them
                     path.unlink()
-            delay = seconds * (rng.uniform(0.85, 1.1) if number % 3 == 2 else rng.uniform(0, 1))
             workers = 1 + number % 2
+            delay = seconds[workers] * (rng.uniform(0.85, 1.1) if number % 3 == 2 else rng.uniform(0, 1))
             figures["running"] += kill_once(folder, workers, delay)
             found = contents(folder)
             problems += [f"kill {number}: {problem}" for problem in wrong_datasets(found, expected)]
