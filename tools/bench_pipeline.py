@@ -39,9 +39,11 @@ from megalite.pipeline.p2p import Edge
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.schedules import Schedule, build_schedule
 from megalite.tensor_parallel import vocab_parallel_cross_entropy
+from megalite.testing.layouts import Layout
+from megalite.testing.parity import build_in_this_world
 from megalite.testing.rank_pool import RankPool
 from megalite.training.pipeline_trace import PipelineTrace
-from megalite.training.setup import Run, build_programs, build_run_on
+from megalite.training.setup import Run
 
 CONFIG = RunConfig(
     model=ModelConfig(vocab_size=2048, num_layers=8, hidden_size=256, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=688),
@@ -49,7 +51,6 @@ CONFIG = RunConfig(
     train=TrainConfig(micro_batch_size=2, global_batch_size=16, train_iters=1000, device="cpu", eval_interval=None),
 )
 RANKS = 2
-CHUNKS = {"interleaved-1f1b": 2, "zb-v": 2}  # of the others: 1
 TORCH: dict[str, Callable[..., Any]] = {
     "gpipe": lambda stages, m, loss: pipelining.ScheduleGPipe(stages[0], m, loss_fn=loss, scale_grads=False),
     "1f1b": lambda stages, m, loss: pipelining.Schedule1F1B(stages[0], m, loss_fn=loss, scale_grads=False),
@@ -79,15 +80,8 @@ class TorchStage(nn.Module):
 def bench_schedule(config: RunConfig, name: str, rounds: int, trace_file: str) -> dict[str, float]:
     """Medians over rounds of one step of ours and one of torch's, in turn. In every rank."""
     torch.set_num_threads(1)
-    parallel = replace(
-        config.parallel,
-        pipeline_model_parallel_size=RANKS,
-        pipeline_schedule=name,
-        num_virtual_stages_per_pipeline_rank=CHUNKS.get(name, 1),
-    )
-    config = replace(config, parallel=parallel).resolve()
-    grid = Grid.build(GridShape(pp=RANKS), "cpu", timedelta(seconds=300))
-    run = build_run_on(config, grid, *build_programs(config, RANKS))
+    run = build_in_this_world(Layout(pp=RANKS, schedule=name).apply(config).resolve(), timeout_s=300)
+    grid = run.grid
     microbatches: list[MicroBatch] = list(run.train_loader.next_step())
     run.train_loader.close()
     (program,) = run.train_programs.values()

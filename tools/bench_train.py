@@ -14,20 +14,17 @@ import json
 import statistics
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megalite.data.mock import MockDataset
-from megalite.grid import Grid, GridShape
 from megalite.testing.layouts import Layout
+from megalite.testing.parity import build_in_this_world
 from megalite.testing.rank_pool import RankPool
 from megalite.training.loop import train_step
-from megalite.training.setup import build_programs, build_run_on
 
 CONFIG = RunConfig(
     model=ModelConfig(
@@ -129,9 +126,7 @@ def run_megalite(config: RunConfig, layout: Layout, steps: int, threads: int) ->
     torch.set_num_threads(threads)
     config = layout.apply(config).resolve()
     config = replace(config, train=replace(config.train, train_iters=steps + 1))
-    world_size = dist.get_world_size()
-    grid = Grid.build(GridShape(**config.grid_sizes(world_size)), "cpu", timedelta(seconds=300))
-    run = build_run_on(config, grid, *build_programs(config, world_size))
+    run = build_in_this_world(config, timeout_s=300)
     seconds = []
     for _ in range(steps + 1):
         begin = time.perf_counter()

@@ -116,7 +116,7 @@ def newest_checkpoint(path: Path) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; --load takes a checkpoint or the directory that --save was given")
-    if (path / MANIFEST_NAME).exists() or (path / ".metadata").exists():  # one checkpoint; without a manifest, reading it says so
+    if _is_one(path):
         return path
     candidates = _step_directories(path)
     for candidate in candidates:
@@ -130,7 +130,12 @@ def newest_checkpoint(path: Path) -> Path:
 
 def has_checkpoints(path: Path) -> bool:
     """Whether there is anything at `path` that looks like a checkpoint, complete or not."""
-    return path.is_dir() and ((path / MANIFEST_NAME).exists() or (path / ".metadata").exists() or bool(_step_directories(path)))
+    return path.is_dir() and (_is_one(path) or bool(_step_directories(path)))
+
+
+def _is_one(path: Path) -> bool:
+    """A checkpoint itself, not a folder of them; where it has lost its manifest, reading it says so."""
+    return (path / MANIFEST_NAME).exists() or (path / ".metadata").exists()
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

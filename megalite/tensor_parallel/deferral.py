@@ -17,6 +17,7 @@ Decisions
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,7 @@ class DeferredGrads:
     def run(self) -> None:
         """Compute everything and add it to the parameters, oldest entry first; each entry is freed as it is done."""
         self._entries.reverse()
-        uses = self._count_uses()
+        uses = Counter(id(_leaf(target)) for targets, _ in self._entries for target in targets if target is not None)
         waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
         while self._entries:
             targets, compute = self._entries.pop()
@@ -62,14 +63,6 @@ class DeferredGrads:
                     tensors, grads = zip(*waiting.pop(key), strict=True)
                     torch.autograd.backward(tensors, grads)
         assert not waiting, "a gradient was promised and not computed"
-
-    def _count_uses(self) -> dict[int, int]:
-        uses: dict[int, int] = {}
-        for targets, _ in self._entries:
-            for target in targets:
-                if target is not None:
-                    uses[id(_leaf(target))] = uses.get(id(_leaf(target)), 0) + 1
-        return uses
 
 
 def _leaf(target: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ __all__ = [
     "Tolerance",
     "TrainedCase",
     "bitwise_differences",
+    "build_in_this_world",
     "compare",
     "problems",
     "tiny_config",
@@ -100,13 +101,18 @@ def problems(config: RunConfig, layout: Layout) -> list[str]:
     return violations(layout.apply(config), layout.world_size)
 
 
-def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60) -> TrainedCase | None:
-    """Train `train_iters` steps in the world that exists. Collective; rank 0 returns the result, the others None."""
-    config = replace(layout.apply(config).resolve(), train=replace(config.train, log_interval=config.train.train_iters))
+def build_in_this_world(config: RunConfig, timeout_s: float = 60) -> Run:
+    """The run of a resolved `config` on the CPU, in the world that exists. Collective. Raises MegaliteError subclasses."""
     world_size = dist.get_world_size()
     programs = build_programs(config, world_size)
     grid = Grid.build(GridShape(**config.grid_sizes(world_size)), "cpu", timedelta(seconds=timeout_s))
-    run = build_run_on(config, grid, *programs)
+    return build_run_on(config, grid, *programs)
+
+
+def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, timeout_s: float = 60) -> TrainedCase | None:
+    """Train `train_iters` steps in the world that exists. Collective; rank 0 returns the result, the others None."""
+    config = replace(layout.apply(config).resolve(), train=replace(config.train, log_interval=config.train.train_iters))
+    run = build_in_this_world(config, timeout_s)
     if config.data.mock_data:
         _mask_some_positions(run, masked_fraction)
     initial = {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in full_weights(run).items()}
@@ -118,7 +124,7 @@ def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, 
     losses = run.metrics.report()
     run.train_loader.close()
     weights = full_weights(run)
-    return TrainedCase(losses=losses, grad_norms=norms, initial=initial, weights=weights) if grid.rank == 0 else None
+    return TrainedCase(losses=losses, grad_norms=norms, initial=initial, weights=weights) if run.grid.rank == 0 else None
 
 
 def full_weights(run: Run) -> dict[str, np.ndarray]:

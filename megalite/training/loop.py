@@ -67,8 +67,7 @@ def train_step(run: Run) -> StepRecord:
     norm_value = norm.item()
     if not math.isfinite(norm_value):
         raise MegaliteError(_nonfinite_message(run, norm_value))
-    if config.optim.clip_grad > 0:
-        clip_grads_(run.parameters, norm, config.optim.clip_grad)
+    clip_grads_(run.parameters, norm, config.optim.clip_grad)
     lr = _learning_rate(run)
     run.optimizer.step(lr)
     run.optimizer.zero_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,16 @@ from torch import Tensor
 from megalite.checkpoint.whole_model import load_model
 from megalite.config import RunConfig
 from megalite.errors import CheckpointError
-from megalite.grid import Grid, GridShape
 from megalite.testing.layouts import Layout
-from megalite.testing.parity import full_weights, tiny_config
+from megalite.testing.parity import build_in_this_world, full_weights, tiny_config
 from megalite.training.loop import train
-from megalite.training.setup import build_programs, build_run_on
 from tests.generation.helpers import save_stage, tiny_run, tiny_stage
 from tests.ranks import run_ranks
 
 
 def train_and_save(config: RunConfig) -> dict:
     """Two steps in the world that exists; the weights that were saved. In every rank."""
-    world_size = dist.get_world_size()
-    grid = Grid.build(GridShape(**config.grid_sizes(world_size)), "cpu", timedelta(seconds=60))
-    run = build_run_on(config, grid, *build_programs(config, world_size))
+    run = build_in_this_world(config)
     train(run)
     run.train_loader.close()
     return full_weights(run)

@@ -55,8 +55,8 @@ def test_the_prompt_may_come_from_a_file(saved: Path, tmp_path: Path, capsys: py
     assert text == generated(capsys, *common, "--prompt", "Grüße\n")
 
 
-def test_without_a_prompt_a_document_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The bias of the last norm decides the next token: after the end of a document it is "A", whatever came before."""
+def save_model_that_says(path: Path, token: int) -> None:
+    """The bias of the last norm decides the next token: it is `token`, whatever came before."""
     config = tiny_run(normalization="LayerNorm")
     stage = tiny_stage(config)
     assert stage.head is not None
@@ -65,22 +65,18 @@ def test_without_a_prompt_a_document_begins(tmp_path: Path, capsys: pytest.Captu
         stage.head.norm.weight.zero_()
         stage.head.norm.bias.fill_(1.0)
         stage.head.output.weight.zero_()
-        stage.head.output.weight[ord("A")] = 1.0
-    save_stage(tmp_path, stage, config)
+        stage.head.output.weight[token] = 1.0
+    save_stage(path, stage, config)
+
+
+def test_without_a_prompt_a_document_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the end of a document, which is the prompt then, it is "A"."""
+    save_model_that_says(tmp_path, ord("A"))
     assert generated(capsys, "--load", tmp_path, "--max-new-tokens", 4, "--temperature", 0) == "AAAA\n"
 
 
 def test_ends_at_the_end_of_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_run(normalization="LayerNorm")
-    stage = tiny_stage(config)
-    assert stage.head is not None
-    assert stage.head.output is not None
-    with torch.no_grad():
-        stage.head.norm.weight.zero_()
-        stage.head.norm.bias.fill_(1.0)
-        stage.head.output.weight.zero_()
-        stage.head.output.weight[256] = 1.0
-    save_stage(tmp_path, stage, config)
+    save_model_that_says(tmp_path, 256)
     assert generated(capsys, "--load", tmp_path, "--prompt", "end", "--temperature", 0) == "end\n"
 
 

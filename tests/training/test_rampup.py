@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megalite.config import RunConfig
-from megalite.grid import Grid, GridShape
 from megalite.optim import lr_at
 from megalite.testing.layouts import Layout
-from megalite.testing.parity import full_weights, tiny_config
+from megalite.testing.parity import build_in_this_world, full_weights, tiny_config
 from megalite.training.checkpoints import load_run
 from megalite.training.loop import train
-from megalite.training.setup import build_programs, build_run_on
 from tests.ranks import run_ranks
 
 RAMPUP, FULL, STEPS = (4, 4, 20), 12, 6
@@ -39,9 +35,7 @@ def config_for(folder: Path, name: str, *, steps: int = STEPS, rampup: tuple[int
 def run_layout(config: RunConfig, layout: Layout, load: Path | None) -> tuple[list[float], dict, list[list[int]]]:
     """Losses, final weights, and the sizes and first samples of the steps' micro-batches. In every rank."""
     config = layout.apply(config).resolve()
-    world_size = dist.get_world_size()
-    grid = Grid.build(GridShape(**config.grid_sizes(world_size)), "cpu", timedelta(seconds=60))
-    run = build_run_on(config, grid, *build_programs(config, world_size))
+    run = build_in_this_world(config)
     if load is not None:
         load_run(run, load)
     read: list[list[int]] = []

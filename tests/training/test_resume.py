@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megalite.config import RunConfig
 from megalite.errors import CheckpointError
-from megalite.grid import Grid, GridShape
 from megalite.testing.layouts import Layout
-from megalite.testing.parity import full_weights, tiny_config
+from megalite.testing.parity import build_in_this_world, full_weights, tiny_config
 from megalite.training.checkpoints import load_run
 from megalite.training.loop import train
-from megalite.training.setup import build_programs, build_run_on
 from tests.ranks import run_ranks
 
 STEPS, STOP = 6, 3
@@ -43,9 +39,7 @@ def config_with(save: Path | None, steps: int = STEPS) -> RunConfig:
 def run_layout(config: RunConfig, layout: Layout, load: Path | None) -> tuple[list[float], dict]:
     """Train to the end of `config`, from a checkpoint if given. In every rank."""
     config = layout.apply(config).resolve()
-    world_size = dist.get_world_size()
-    grid = Grid.build(GridShape(**config.grid_sizes(world_size)), "cpu", timedelta(seconds=60))
-    run = build_run_on(config, grid, *build_programs(config, world_size))
+    run = build_in_this_world(config)
     if load is not None:
         load_run(run, load)
     losses = train(run)
