@@ -1,7 +1,8 @@
-"""What the whole test session shares: the repository root on the path, and the end of the rank workers."""
+"""What all tests share: the repository root on the path, the end of the rank workers, a logger as it was."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,3 +20,13 @@ def _close_rank_pool() -> Iterator[None]:
     from tests.ranks import close_pool
 
     close_pool()
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    """A program that is called in a test configures the logger; the next test must not see that."""
+    logger = logging.getLogger("megalite")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
