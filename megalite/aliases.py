@@ -56,6 +56,8 @@ ALIASES: Mapping[str, Alias] = {
     "squared_relu": Alias("activation", {True: "relu_squared"}),
     "disable_bias_linear": Alias("add_bias_linear", {True: False, False: True}),
     "bf16": Alias("precision", {True: "bf16", False: "fp32"}),
+    "fp16": Alias("precision", {True: "fp16", False: "fp32"}),
+    "recompute_activations": Alias("recompute_granularity", {True: "selective", False: "none"}),
     "use_distributed_optimizer": Alias("data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "num_distributed_optimizer_instances": Alias("data_parallel_replicate_size"),
     "use_rotary_position_embeddings": Alias("position_embedding_type", {True: "rope"}),
@@ -70,7 +72,6 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 UNSUPPORTED: Mapping[str, str] = {
-    "fp16": "use bf16, which needs no loss scale",
     "num_layers_per_virtual_pipeline_stage": "give the chunks per rank with --vpp",
     "vocab_file": "use --tokenizer-type hf with --tokenizer-model FOLDER",
     "merge_file": "use --tokenizer-type hf with --tokenizer-model FOLDER",

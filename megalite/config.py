@@ -17,9 +17,21 @@ from megalite.batch_sizes import BatchSizes
 from megalite.config_data import DataConfig, SplitName
 from megalite.config_io import read_sections, read_toml, write_toml
 from megalite.config_model import ModelConfig
+from megalite.config_numerics import MemoryConfig, NumericsConfig
+from megalite.config_optim import OptimConfig
 from megalite.errors import ConfigError
 
-__all__ = ["DataConfig", "ModelConfig", "OptimConfig", "OutputConfig", "ParallelConfig", "RunConfig", "TrainConfig"]
+__all__ = [
+    "DataConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "OptimConfig",
+    "OutputConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+]
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -78,40 +90,8 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW and its learning rate, which is a function of the step alone."""
-
-    lr: float = 3e-4
-    """Highest learning rate."""
-    min_lr: float = 0.0
-    """Learning rate after the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
-    """Shape of the decay; WSD is constant until the last --lr-wsd-decay-iters steps."""
-    lr_warmup_iters: int = 0
-    """Steps in which the learning rate rises from 0."""
-    lr_warmup_fraction: float | None = None
-    """The same as a share of the decay steps; give one of the two."""
-    lr_decay_iters: int | None = None
-    """Step at which the decay ends, warm-up included; not set: --train-iters."""
-    lr_wsd_decay_iters: int | None = None
-    """Steps of the final decay of WSD."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt"] = "linear"
-    """Shape of the final decay of WSD."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay; biases and normalizations have none."""
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.95
-    """Decay of the second moment."""
-    adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Batches, steps and numerics."""
+    """Batches and steps."""
 
     micro_batch_size: int = 1
     """Samples in one forward pass of one rank."""
@@ -128,8 +108,6 @@ class TrainConfig:
     """Global batches per evaluation."""
     seed: int = 1234
     """Decides initial weights, data order and dropout."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number format of matmuls; weights and optimizer state are fp32 in both."""
     log_interval: int = 10
     """Steps between log lines."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -167,6 +145,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     @property

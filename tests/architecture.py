@@ -19,7 +19,18 @@ PURE_PIPELINE_FILES = (
     *("partition", "balance", "schedules", "check_orders", "lowering", "verify", "simulate", "from_config"),
     *("measured", "picture", "picture_html", "picture_svg"),
 )
-CONFIGURATION_FILES = ("batch_sizes", "config", "config_data", "config_io", "config_model", "presets", "validate", "validate_training")
+CONFIGURATION_FILES = (
+    "batch_sizes",
+    "config",
+    "config_data",
+    "config_io",
+    "config_model",
+    "config_numerics",
+    "config_optim",
+    "presets",
+    "validate",
+    "validate_training",
+)
 COMMAND_LINE_FILES = ("cli", "cli_help", "aliases")
 LEVELS = {
     "megalite.errors": 0,

@@ -21,20 +21,26 @@ from megalite.presets import apply_preset
 # Every flag. A new one must be added here, so that it is seen in review. Switches also exist with --no-.
 FROZEN_LIST = """
 activation adam-beta1 adam-beta2 adam-eps add-bias-linear add-qkv-bias attention-dropout balance-pipeline-stages bf16
-bias clip-grad config context-parallel-size cp data-cache-path data-parallel-replicate-size
-data-parallel-sharding-strategy data-path device disable-bias-linear distributed-timeout-minutes dp-replicas
-eod-mask-loss eval-interval eval-iters ffn-hidden-size gbs global-batch-size group-query-attention hidden-dropout
-hidden-size init-method-std kv-channels load log-interval lr lr-decay-iters lr-decay-style lr-warmup-fraction
-lr-warmup-iters lr-wsd-decay-iters lr-wsd-decay-style make-vocab-size-divisible-by max-position-embeddings mbs
-metrics-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage min-lr mock-data model norm-epsilon
-normalization num-attention-heads num-distributed-optimizer-instances num-layers num-query-groups
-num-virtual-stages-per-pipeline-rank num-workers persistent-save-interval pipeline-layer-split pipeline-model-parallel-layout
+bias check-replicas-interval clip-grad config context-parallel-size cp cpu-offloading data-cache-path
+data-parallel-replicate-size data-parallel-sharding-strategy data-path device disable-bias-linear
+distributed-timeout-minutes dp-replicas eod-mask-loss eval-interval eval-iters exp-avg-dtype exp-avg-sq-dtype
+ffn-hidden-size fp16 fp8 gbs global-batch-size grad-reduce-in-bf16 group-query-attention hidden-dropout hidden-size
+hysteresis init-method-std initial-loss-scale kv-channels label-smoothing load log-gradient-noise-scale log-interval
+loss-chunk-tokens loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style lr-multipliers
+lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style
+make-vocab-size-divisible-by max-position-embeddings max-skipped-steps mbs memory-report metrics-file micro-batch-size
+microbatch-group-size-per-virtual-pipeline-stage min-loss-scale min-lr mock-data model muon-momentum muon-num-ns-steps
+muon-scale-mode muon-use-nesterov norm-epsilon normalization num-attention-heads num-distributed-optimizer-instances
+num-layers num-query-groups num-virtual-stages-per-pipeline-rank num-workers on-nonfinite optimizer
+optimizer-cpu-offload persistent-save-interval pipeline-layer-split pipeline-model-parallel-layout
 pipeline-model-parallel-size pipeline-schedule pipeline-schedule-costs position-embedding-type pp precision preset
-rampup-batch-size reset-attention-mask reset-position-ids rotary-base rotary-percent save save-interval schedule seed
-sentencepiece-model separate-last-epoch seq-length sequence-parallel shuffle sp split squared-relu swiglu
-tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model tokenizer-type tp trace-pipeline train-data-path
-train-iters untie-embeddings-and-output-weights use-distributed-optimizer use-rotary-position-embeddings
-valid-data-path vocab-size vpp weight-decay zero
+rampup-batch-size recompute-activations recompute-granularity recompute-modules recompute-num-layers
+reset-attention-mask reset-position-ids rewind-steps rotary-base rotary-percent save save-interval schedule seed
+sentencepiece-model separate-last-epoch seq-length sequence-parallel sgd-momentum shuffle skip-spikes sp spike-factor
+spike-window split squared-relu swiglu tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model
+tokenizer-type tp trace-pipeline train-data-path train-iters untie-embeddings-and-output-weights
+use-distributed-optimizer use-rotary-position-embeddings valid-data-path vocab-size vpp
+weight-decay weight-decay-multipliers z-loss zero
 """
 FROZEN = FROZEN_LIST.split()
 
@@ -128,7 +134,7 @@ def test_flags(line: str, values: dict[str, Any]) -> None:
         ("-- x", ["unknown flag --"]),
         ("--zero 4", ["--zero = '4' is not one of 0, 1, 2, 3"]),
         ("--no-swiglu", ["'--no-swiglu' can only be switched on: leave it out and set 'activation' instead"]),
-        ("--fp16", ["--fp16 is not a setting of megalite: use bf16, which needs no loss scale"]),
+        ("--num-experts 4", ["--num-experts is not a setting of megalite: there are no expert layers"]),
         ("--group-query-attention",
          ["'--group-query-attention' says nothing by itself: set 'num_query_groups' as well"]),
         ("--config /does/not/exist",
@@ -213,7 +219,7 @@ def test_an_unknown_preset_is_suggested() -> None:
 
 def test_mistakes_end_with_code_2_and_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_run_config(["--tpp", "2", "--fp16"], "train.py", "")
+        parse_run_config(["--tpp", "2", "--num-experts", "4"], "train.py", "")
     said = capsys.readouterr().err
     assert caught.value.code == 2
     assert said.startswith("train.py: 2 settings are wrong:\n  1. unknown flag --tpp, did you mean '--tp'?\n")

@@ -103,12 +103,12 @@ def test_sections_flat_keys_dashes_and_aliases_mean_the_same() -> None:
 
 
 def test_all_problems_of_a_document_are_listed_at_once() -> None:
-    found = problems_of({"hiden_size": 3, "model": {"num_layer": 2}, "optim": {"lr": "3"}, "fp16": True})
+    found = problems_of({"hiden_size": 3, "model": {"num_layer": 2}, "optim": {"lr": "3"}, "num_experts": 4})
     assert found == [
         "unknown key 'hiden_size', did you mean 'hidden_size'?",
         "unknown key 'model.num_layer', did you mean 'num_layers'?",
         "optim.lr = '3' has the wrong type: a number is wanted",
-        "'fp16' is not a setting of megalite: use bf16, which needs no loss scale",
+        "'num_experts' is not a setting of megalite: there are no expert layers",
     ]
 
 

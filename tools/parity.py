@@ -82,11 +82,12 @@ def read_config(path: Path | None, steps: int) -> RunConfig:
         from megalite.cli import parse_run_config
 
         config = parse_run_config(["--config", str(path)], prog="parity.py", description="")
-    train = replace(config.train, train_iters=steps, precision="fp32", device="cpu", eval_interval=None)
+    train = replace(config.train, train_iters=steps, device="cpu", eval_interval=None)
+    numerics = replace(config.numerics, precision="fp32")
     output = replace(config.output, save=None, load=None, save_interval=None, metrics_file=None, tensorboard_dir=None)
     optim = replace(config.optim, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=None)
     data = config.data if config.data.data_path else replace(config.data, mock_data=True)
-    return replace(config, train=train, output=output, optim=optim, data=data)
+    return replace(config, train=train, numerics=numerics, output=output, optim=optim, data=data)
 
 
 def run_matrix(config: RunConfig, arguments: argparse.Namespace) -> list[Row]:

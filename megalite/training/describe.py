@@ -27,7 +27,7 @@ def describe(run: Run) -> None:
     microbatches = _counted(run.eval_program.schedule.num_microbatches, "micro-batch", "es")
     get_logger().info(
         f"{total:,} parameters | {ranks} = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
-        f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {train.precision} on {run.grid.device.type}"
+        f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {run.config.numerics.precision} on {run.grid.device.type}"
     )
     decay = config.optim.weight_decay
     get_logger().info(f"weight decay {decay:g} on {decayed} tensors ({decayed_size:,} elements), none on {others} ({others_size:,})")

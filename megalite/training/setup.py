@@ -174,7 +174,7 @@ def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: 
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.numerics.precision]
 
 
 def _edge(config: RunConfig, grid: Grid) -> Edge:
