@@ -96,7 +96,7 @@ class FeistelDataset:
         violations = sample_format.violations()
         if violations:
             raise ConfigError([f"{split_name} split of {indexed.path_prefix}: {violation}" for violation in violations])
-        self._ends = np.cumsum(indexed.sizes[slice(*sequence_range)], dtype=np.int64)
+        self._ends = np.cumsum(indexed.sizes[slice(*sequence_range)].astype(np.int64))
         num_tokens, length = int(self._ends[-1]), sample_format.seq_length
         self.samples_per_epoch = (num_tokens - 1) // length
         if self.samples_per_epoch < 1:

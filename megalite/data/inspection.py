@@ -52,7 +52,7 @@ class Verified:
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """Tokens of each document, int64 [D]."""
-    ends = np.concatenate(([0], np.cumsum(dataset.sizes, dtype=np.int64)))
+    ends = np.concatenate(([0], np.cumsum(dataset.sizes.astype(np.int64))))
     return np.diff(ends[dataset.document_indices])
 
 

@@ -25,9 +25,10 @@ def describe(run: Run) -> None:
     schedule = next(iter(run.train_programs.values())).schedule.name
     ranks = _counted(run.grid.world_size, "rank")
     microbatches = _counted(run.eval_program.schedule.num_microbatches, "micro-batch", "es")
+    place = f"{config.numerics.precision} on {run.grid.device.type}"
     get_logger().info(
         f"{total:,} parameters | {ranks} = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
-        f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {run.config.numerics.precision} on {run.grid.device.type}"
+        f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {place}"
     )
     decay = config.optim.weight_decay
     get_logger().info(f"weight decay {decay:g} on {decayed} tensors ({decayed_size:,} elements), none on {others} ({others_size:,})")
