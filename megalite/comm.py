@@ -34,6 +34,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_reduce_",
+    "all_to_all",
     "barrier",
     "broadcast",
     "broadcast_object",
@@ -183,6 +184,21 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     if dim == 0 or axis.size == 1:
         return start_reduce_scatter(x, axis).wait()
     return reduce_scatter(x.movedim(dim, 0), axis).movedim(0, dim).contiguous()
+
+
+def all_to_all(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis) -> list[Tensor]:
+    """`parts[r]` goes to the rank at position r; returns what each rank sent here, flat: `counts[r]` elements from r.
+
+    On an axis of one rank the part itself, flat.
+    """
+    if axis.size == 1:
+        return [part.reshape(-1) for part in parts]
+    source = torch.cat([part.detach().reshape(-1) for part in parts])
+    _record(axis, "all_to_all", source)
+    out = source.new_empty(sum(counts))
+    with _named(axis, "all_to_all"):
+        dist.all_to_all_single(out, source, list(counts), [part.numel() for part in parts], group=axis.group)
+    return list(out.split(list(counts)))
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

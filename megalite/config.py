@@ -187,13 +187,16 @@ class RunConfig:
         return total // (micro * dp)
 
     def all_num_microbatches(self, world_size: int) -> list[int]:
-        """Micro-batches per step of each data-parallel rank, for every size of a ramp-up. Raises ConfigError like `num_microbatches`."""
+        """Micro-batches of each pipeline pass of a data-parallel rank, for every size of a ramp-up; with the gradient noise scale a pass is
+        half a step. Raises ConfigError like `num_microbatches`."""
         self.num_microbatches(world_size)
         sizes, divisor = self.batch_sizes(world_size), self.train.micro_batch_size * self.dp_size(world_size)
         violations = sizes.violations(divisor)
         if violations:
             raise ConfigError(violations)
-        return [size // divisor for size in sizes.possible]
+        numbers = [size // divisor for size in sizes.possible]
+        halves = [number // 2 for number in numbers if number > 1] if self.numerics.log_gradient_noise_scale else []
+        return sorted({*numbers, *halves})
 
     def num_samples(self, global_batch_size: int) -> dict[SplitName, int]:
         """Samples that the run reads of each split that it reads; every evaluation reads the same ones."""

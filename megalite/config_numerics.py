@@ -21,7 +21,8 @@ class NumericsConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of matmuls; weights and optimizer state are fp32 in all."""
     grad_reduce_in_bf16: bool = False
-    """Sum gradients over data-parallel ranks in bf16 instead of fp32: half the traffic, fewer bits."""
+    """Sum gradients over data-parallel ranks in bf16 instead of fp32: half the traffic, fewer bits; with --zero 0 and 1 a rank's
+    micro-batches are added up in bf16 too."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
     """Matmuls of the blocks in fp8 with scales per tensor or per row, by torchao, on a GPU that has fp8; not set: none."""
     loss_scale: float | None = None
@@ -48,13 +49,14 @@ class NumericsConfig:
     """After a spike or a number that is not finite, go back to a copy of the state from about this many steps ago and go on
     with later data; the copies are in host memory; not set: no copies."""
     label_smoothing: float = 0.0
-    """Share of the target's probability that is spread evenly over the vocabulary, in training."""
+    """Share of the target's probability that is spread evenly over the vocabulary, in training; the loss shown stays plain."""
     z_loss: float = 0.0
-    """Factor of the squared logarithm of the softmax's denominator, added to the loss in training."""
+    """Factor of the squared logarithm of the softmax's denominator, added to the loss in training; the loss shown stays plain."""
     check_replicas_interval: int | None = None
     """Steps between checks that ranks which should hold equal weights do, bit for bit; not set: no checks."""
     log_gradient_noise_scale: bool = False
-    """Estimate the gradient noise scale (the critical batch size) and log it; costs one more norm per step."""
+    """Estimate the gradient noise scale (about the critical batch size, in samples) and log it; every step becomes two pipeline passes,
+    of half its micro-batches each, with a second copy of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,14 @@ class MemoryConfig:
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of kept: nothing, --recompute-modules, or whole blocks."""
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    """Parts of a block that selective recomputation drops: core_attn, norm, attention, mlp_act, mlp."""
+    recompute_modules: tuple[str, ...] | None = None
+    """Parts of a block that selective recomputation drops: core_attn, norm, attention, mlp_act, mlp; not set: core_attn."""
     recompute_num_layers: int | None = None
     """Blocks of each stage that are recomputed, the first ones; not set: all."""
     cpu_offloading: bool = False
     """Keep what the backward pass needs of each block in host memory; it has no effect on a CPU."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at one time: head and loss go over the micro-batch in pieces; not set: all tokens at once."""
+    """Most tokens whose logits exist at one time: head and loss go over the micro-batch in pieces; not set: pieces of 16 MiB
+    of logits on a CPU, 256 MiB elsewhere."""
     memory_report: bool = False
     """Print the predicted memory of each rank at the start, and the measured one beside it at the end."""

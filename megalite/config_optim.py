@@ -44,7 +44,7 @@ class OptimConfig:
     lr_multipliers: tuple[str, ...] = ()
     """REGEX=FACTOR: parameters whose name the regular expression is found in learn at FACTOR times the rate; the last match counts."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; biases and normalizations have none."""
+    """Weight decay, decoupled (with SGD added to the gradient); biases and normalizations have none."""
     weight_decay_multipliers: tuple[str, ...] = ()
     """REGEX=FACTOR: the same for the weight decay; 0 exempts, and a norm or bias that is matched decays."""
     adam_beta1: float = 0.9
@@ -63,11 +63,14 @@ class OptimConfig:
     """Muon looks ahead along its momentum."""
     muon_scale_mode: Literal["match_adam", "spectral"] = "match_adam"
     """Size of Muon's update: match_adam makes its root mean square that of AdamW, so both share --lr; spectral keeps its spectral norm."""
+    muon_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of Muon's Newton-Schulz iterations; bf16 is several times faster on a GPU, but layouts then agree only to about 1 % of
+    an update."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which the first moment (or momentum) is kept."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which AdamW's second moment is kept."""
     optimizer_cpu_offload: bool = False
-    """Keep optimizer state in host memory and update there; it has no effect on a CPU."""
+    """Keep optimizer state in host memory; it passes through the device in pieces in every update; it has no effect on a CPU."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""

@@ -18,12 +18,22 @@ from megalite.config import ModelConfig, RunConfig
 from megalite.config_io import field_types
 from megalite.errors import ConfigError
 from megalite.pipeline.from_config import pipeline_violations
-from megalite.validate_training import data_violations, output_violations, training_violations
+from megalite.validate_memory import memory_violations
+from megalite.validate_optim import optim_violations
+from megalite.validate_training import data_violations, fp8_violations, loss_violations, output_violations, training_violations
 
 __all__ = ["launched_ranks", "validate", "violations"]
 
 # whole numbers that may be 0; all others are at least 1
-_MAY_BE_ZERO = {"lr_warmup_iters", "lr_wsd_decay_iters", "seed", "pipeline_layer_split", "num_workers"}
+_MAY_BE_ZERO = {
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "seed",
+    "pipeline_layer_split",
+    "num_workers",
+}
 
 
 def launched_ranks(environment: Mapping[str, str]) -> int:
@@ -50,13 +60,23 @@ def validate(config: RunConfig, world_size: int) -> None:
 def violations(config: RunConfig, world_size: int) -> list[str]:
     """One sentence for everything that is wrong with this run on `world_size` ranks; empty when it can start."""
     found = _positive_violations(config, world_size)
-    if not found:
+    are_sound = not found
+    if are_sound:
         found += _model_violations(config.model)
         found += _tensor_violations(config)
         found += _layout_violations(config, world_size)
         found += _pipeline_violations(config, world_size)
         found += _sequence_violations(config)
-    return found + training_violations(config) + data_violations(config) + output_violations(config)
+        found += memory_violations(config, world_size)
+        found += fp8_violations(config)
+    return (
+        found
+        + training_violations(config)
+        + optim_violations(config, world_size if are_sound else None)
+        + loss_violations(config)
+        + data_violations(config)
+        + output_violations(config)
+    )
 
 
 def _positive_violations(config: RunConfig, world_size: int) -> list[str]:

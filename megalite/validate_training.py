@@ -1,4 +1,4 @@
-"""What can be wrong with the steps, the learning rate, the data and the output of a run; see `validate`.
+"""What can be wrong with the loss, the data and the output of a run; see `validate`.
 
 Nothing here looks at a file: whether a path exists is found where it is opened.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 
-from megalite.config import DataConfig, OptimConfig, RunConfig
+from megalite.config import DataConfig, RunConfig
 from megalite.config_data import parse_source
 from megalite.errors import ConfigError
 
-__all__ = ["data_violations", "output_violations", "split_shares", "training_violations"]
+__all__ = ["data_violations", "fp8_violations", "loss_violations", "output_violations", "split_shares", "training_violations"]
 
 # what `data.splits` reads; it cannot be asked here because it needs numpy, and a test holds the two together
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -21,64 +21,44 @@ _SPLIT = re.compile(rf"\s*{_NUMBER}(?:{_SEPARATOR}{_NUMBER}){{0,2}}\s*", re.ASCI
 
 
 def training_violations(config: RunConfig) -> list[str]:
-    """Optimizer, learning rate and steps."""
-    optim, train = config.optim, config.train
-    found = []
-    if not 0 < optim.lr < math.inf:
-        found.append(f"lr is {optim.lr}: use a number above 0")
-    if not 0 <= optim.min_lr <= optim.lr:
-        found.append(f"min_lr is {optim.min_lr}: use 0 or more, at most lr {optim.lr}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(optim, name) < 1:
-            found.append(f"{name} is {getattr(optim, name)}: use 0 or more and less than 1")
-    if not 0 < optim.adam_eps < math.inf:
-        found.append(f"adam_eps is {optim.adam_eps}: use a number above 0")
-    if not 0 <= optim.weight_decay < math.inf:
-        found.append(f"weight_decay is {optim.weight_decay}: use 0 or more")
-    if not 0 <= optim.clip_grad < math.inf:
-        found.append(f"clip_grad is {optim.clip_grad}: use 0 (no clipping) or a number above 0")
-    if not 0 < train.distributed_timeout_minutes < math.inf:
-        found.append(f"distributed_timeout_minutes is {train.distributed_timeout_minutes}: use a number above 0")
-    return found + _schedule_violations(optim, train.train_iters)
+    """Limits of the run itself."""
+    minutes = config.train.distributed_timeout_minutes
+    return [] if 0 < minutes < math.inf else [f"distributed_timeout_minutes is {minutes}: use a number above 0"]
 
 
-def _schedule_violations(optim: OptimConfig, train_iters: int) -> list[str]:
+def loss_violations(config: RunConfig) -> list[str]:
+    """The terms of the loss."""
+    numerics, found = config.numerics, []
+    if not 0 <= numerics.label_smoothing < 1:
+        found.append(f"label_smoothing is {numerics.label_smoothing}: use 0 or more and less than 1")
+    if not 0 <= numerics.z_loss < math.inf:
+        found.append(f"z_loss is {numerics.z_loss}: use 0 (none) or a number above 0, such as 1e-4")
+    return found
+
+
+def fp8_violations(config: RunConfig) -> list[str]:
+    """What fp8 does not go with; whether a rank's device has it is found when the rank is there."""
+    recipe, model, tp = config.numerics.fp8, config.model, config.parallel.tensor_model_parallel_size
+    if recipe is None:
+        return []
     found = []
-    decay = train_iters if optim.lr_decay_iters is None else optim.lr_decay_iters
-    source = "train_iters" if optim.lr_decay_iters is None else "lr_decay_iters"
-    warmup, fraction = optim.lr_warmup_iters, optim.lr_warmup_fraction
-    if fraction is not None and warmup:
-        found.append(f"lr_warmup_iters {warmup} and lr_warmup_fraction {fraction} are both set: leave one of them out")
-    if fraction is not None and not 0 <= fraction < 1:
-        found.append(f"lr_warmup_fraction is {fraction}: use 0 or more and less than 1")
-    decays = optim.lr_decay_style != "constant"
-    if decays and warmup >= decay > 0:
+    if config.numerics.precision != "bf16":
         found.append(
-            f"lr_warmup_iters {warmup} leaves nothing of {source} {decay} for the decay: use less than {decay}, or "
-            "--lr-decay-style constant"
+            f"fp8 {recipe} multiplies for a computation in bf16, and precision is {config.numerics.precision}: add --precision bf16"
         )
-    return found + _wsd_violations(optim, decay, source)
-
-
-def _wsd_violations(optim: OptimConfig, decay: int, source: str) -> list[str]:
-    last = optim.lr_wsd_decay_iters
-    if optim.lr_decay_style != "WSD":
-        if last is None:
-            return []
-        return [
-            f"lr_wsd_decay_iters {last} has no effect with lr_decay_style {optim.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
-        ]
-    if last is None:
-        return [f"lr_decay_style WSD needs lr_wsd_decay_iters, the steps of its final decay: use up to {decay}"]
-    warmup = optim.lr_warmup_iters
-    if optim.lr_warmup_fraction is not None:
-        warmup = round(optim.lr_warmup_fraction * decay)
-    if last > decay - warmup:
-        return [
-            f"lr_wsd_decay_iters {last} and {warmup} warm-up steps are more than {source} {decay}: use at most "
-            f"{max(decay - warmup, 0)} steps of final decay"
-        ]
-    return []
+    if config.train.device == "cpu":
+        found.append(f"fp8 {recipe} needs a GPU, and device is cpu: leave one of them out")
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "the query width of a rank": model.num_attention_heads * model.head_dim // tp,
+        "the key/value width of a rank": model.num_kv_heads * model.head_dim // min(tp, model.num_kv_heads),
+        "ffn_hidden_size of a rank": model.ffn_size // tp,
+        "seq_length x micro_batch_size": config.data.seq_length * config.train.micro_batch_size,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
+    if odd:
+        found.append(f"fp8 matrix products need sizes that are multiples of 16: change {', '.join(odd)}, or leave out --fp8")
+    return found
 
 
 def data_violations(config: RunConfig) -> list[str]:

@@ -25,10 +25,13 @@ CONFIGURATION_FILES = (
     "config_data",
     "config_io",
     "config_model",
+    "config_multipliers",
     "config_numerics",
     "config_optim",
     "presets",
     "validate",
+    "validate_memory",
+    "validate_optim",
     "validate_training",
 )
 COMMAND_LINE_FILES = ("cli", "cli_help", "aliases")

@@ -29,7 +29,7 @@ hysteresis init-method-std initial-loss-scale kv-channels label-smoothing load l
 loss-chunk-tokens loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style lr-multipliers
 lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style
 make-vocab-size-divisible-by max-position-embeddings max-skipped-steps mbs memory-report metrics-file micro-batch-size
-microbatch-group-size-per-virtual-pipeline-stage min-loss-scale min-lr mock-data model muon-momentum muon-num-ns-steps
+microbatch-group-size-per-virtual-pipeline-stage min-loss-scale min-lr mock-data model muon-dtype muon-momentum muon-num-ns-steps
 muon-scale-mode muon-use-nesterov norm-epsilon normalization num-attention-heads num-distributed-optimizer-instances
 num-layers num-query-groups num-virtual-stages-per-pipeline-rank num-workers on-nonfinite optimizer
 optimizer-cpu-offload persistent-save-interval pipeline-layer-split pipeline-model-parallel-layout

@@ -69,6 +69,16 @@ def check_gathers_and_scatters(size: int) -> None:
             comm.reduce_scatter(torch.ones(13), axis)
 
 
+def check_all_to_all(size: int) -> None:
+    """Rank a sends a + 2 b elements to rank b, so that all counts differ and some are 0."""
+    axis = axis_of(size)
+    sent = [[torch.arange(a + 2 * b, dtype=torch.float64) + 100 * a + 10 * b for b in range(size)] for a in range(size)]
+    found = comm.all_to_all(sent[axis.rank], [a + 2 * axis.rank for a in range(size)], axis)
+    assert len(found) == size
+    for a, piece in enumerate(found):
+        near(piece, sent[a][axis.rank])
+
+
 def check_broadcast_and_objects(size: int) -> None:
     axis = axis_of(size)
     x = input_of(axis.rank)
@@ -81,7 +91,7 @@ def check_broadcast_and_objects(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("check", [check_reductions, check_gathers_and_scatters, check_broadcast_and_objects])
+@pytest.mark.parametrize("check", [check_reductions, check_gathers_and_scatters, check_broadcast_and_objects, check_all_to_all])
 def test_collectives_equal_plain_computations(check, size: int) -> None:
     if size == 1:
         check(size)  # without any process group

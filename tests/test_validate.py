@@ -52,6 +52,8 @@ def layout(tp: int = 1, pp: int = 1, vpp: int = 1) -> dict[str, int]:
         (1, {"mock_data": False, "data_path": ("corpus",), "eval_interval": 3}),
         (2, {**layout(tp=2), "vocab_size": None, "mock_data": False, "data_path": ("corpus",)}),
         (1, {"clip_grad": 0.0, "weight_decay": 0.0, "seed": 0, "split": "1"}),
+        (1, {"label_smoothing": 0.1, "z_loss": 1e-4, "loss_chunk_tokens": 7, "grad_reduce_in_bf16": True}),
+        (1, {"fp8": "rowwise", "precision": "bf16", "num_attention_heads": 6}),
     ],
 )
 def test_a_good_run_has_no_violation(world_size: int, changes: dict[str, Any]) -> None:
@@ -156,6 +158,18 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"split": "90,abc5,5"}, ["split '90,abc5,5'"]),
     (1, {"split": "0,0,0"}, ["split '0,0,0'", "training"]),
     (1, {"split": "0,1,0"}, ["split '0,1,0'", "training"]),
+    # the loss and fp8
+    (1, {"label_smoothing": 1.0}, ["label_smoothing is 1.0", "less than 1"]),
+    (1, {"label_smoothing": -0.1}, ["label_smoothing is -0.1", "0 or more"]),
+    (1, {"z_loss": -1e-4}, ["z_loss is -0.0001", "use 0"]),
+    (1, {"z_loss": float("inf")}, ["z_loss is inf", "use 0"]),
+    (1, {"fp8": "rowwise", "device": "auto"}, ["fp8 rowwise", "precision is fp32", "--precision bf16"]),
+    (1, {"fp8": "tensorwise", "precision": "bf16", "device": "cpu"}, ["needs a GPU", "device is cpu"]),
+    (
+        2,
+        {**layout(tp=2), "fp8": "rowwise", "precision": "bf16", "ffn_hidden_size": 250},
+        ["multiples of 16", "ffn_hidden_size of a rank 125"],
+    ),
 ]
 
 
@@ -168,7 +182,7 @@ def test_one_mistake_is_one_sentence_with_numbers_and_remedy(world_size: int, ch
 POSITIVE_LIST = """num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size
 make_vocab_size_divisible_by max_position_embeddings tensor_model_parallel_size pipeline_model_parallel_size
 context_parallel_size data_parallel_replicate_size num_virtual_stages_per_pipeline_rank seq_length micro_batch_size
-global_batch_size train_iters eval_interval eval_iters log_interval lr_decay_iters"""
+global_batch_size train_iters eval_interval eval_iters log_interval lr_decay_iters loss_chunk_tokens"""
 
 
 @pytest.mark.parametrize("name", POSITIVE_LIST.split())

@@ -7,6 +7,7 @@ Decisions
 - A file that is missing or cut short makes its checkpoint incomplete, and one with changed bytes is refused (`files.py`).
 - `latest` is for people and scripts: loading takes the newest complete checkpoint, and says so where `latest` names another one.
 - Loading is strict both ways: missing and extra names, shapes and dtypes are listed together before anything is read.
+  Only optimizer state may have another dtype than the run's, to which it is converted.
 - DCP's exception derives from BaseException and would slip through `except Exception`; it becomes a CheckpointError here.
 """
 
@@ -206,7 +207,8 @@ def _differences(wanted: Mapping[str, dict], stored: Mapping[str, dict]) -> list
     lines = [f"{name}: missing from the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
     lines += [f"{name}: in the checkpoint, but not in the model" for name in sorted(stored.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & stored.keys()):
-        for fact in ("shape", "dtype"):
+        # Moments are kept in a format of choice, and reading converts them.
+        for fact in ("shape",) if name.startswith("optimizer.") else ("shape", "dtype"):
             if wanted[name][fact] != stored[name][fact]:
                 lines.append(f"{name}: {fact} {stored[name][fact]} in the checkpoint, {wanted[name][fact]} in the model")
     about_weights = [line for line in lines if line.startswith("model.")]

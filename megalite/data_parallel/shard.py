@@ -17,8 +17,11 @@ Decisions
   factor of 1 and plain sums on every backend (gloo has no pre-multiplied sum).
 - Each unit is one communication group. Units do not depend on the pipeline split, so neither does the order in which
   numbers are added.
-- Master weights, their gradients and all reductions are fp32. With compute_dtype bf16 the weights are cast when they
-  are gathered, and gradients that wait for the last micro-batch wait in fp32.
+- Master weights, their gradients and, by default, all reductions are fp32. With compute_dtype bf16 the weights are cast
+  when they are gathered, and gradients that wait for the last micro-batch wait in fp32.
+- With reduce_dtype bf16 every sum over ranks rounds to 8 bits, and strategies 0 and 1 add up a rank's micro-batches in
+  bf16 too: FSDP2 keeps them in the type that it will reduce. Gradients that have been reduced are fp32 again. A lone
+  rank reduces nothing and stays in fp32.
 - One rank in fp32 is not wrapped at all. One rank in bf16 is: the wrapper makes the bf16 copies.
 - An evaluation's forward drops what it has gathered. Otherwise gathered weights would outlive an optimizer step: FSDP2
   does not look whether the slices have changed since. After training the last backward drops them (`GradientSync`).
@@ -46,12 +49,14 @@ def shard_stage(
     *,
     zero: int,
     compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
     materialize: Callable[[str, nn.Module], None],
 ) -> None:
     """Materialise and wrap `stage` in place, one unit after another, so that no rank ever holds all of it whole.
 
     units: (dotted name, module) pairs in order of use; they do not overlap. Parameters outside of them are gathered
     around the whole stage's forward and backward. Modules are run by calling them, and their results are not views.
+    reduce_dtype: of the sums over ranks; fp32, or bf16 for half the traffic.
     materialize(prefix, module): gives the module's parameters that are still on the meta device memory and values, and
     touches no other; prefix is the module's dotted name and a ".", or "" for the stage.
     """
@@ -62,7 +67,11 @@ def shard_stage(
         "mesh": _mesh(grid),
         "reshard_after_forward": zero == 3,
         # Inputs keep their type: activations have the compute type already, and a loss mask must not get it.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype if grid.dp.size > 1 else torch.float32,
+            cast_forward_inputs=False,
+        ),
     }
     for prefix, module in [*((f"{name}.", unit) for name, unit in units), ("", stage)]:
         materialize(prefix, module)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
 from megalite.model.mlp import output_std
+from megalite.model.recompute import forgetting, recompute
 from megalite.model.rope import Rotation, rotate
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
 from megalite.tensor_parallel.parameter import ParallelContext
@@ -37,11 +38,13 @@ __all__ = ["Attention", "document_mask", "needs_repeated_heads"]
 class Attention(nn.Module):
     """Projections, rotation, softmax attention and output projection of one block.
 
+    recompute_core: compute the softmax attention again in the backward pass.
     Raises ConfigError when the heads cannot be split over tp.
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_core: bool = False) -> None:
         super().__init__()
+        self.recompute_core = recompute_core
         heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
         _check_heads(heads, kv_heads, ctx.tp.size)
         self.tp, self.dropout_p = ctx.tp, config.attention_dropout
@@ -59,11 +62,16 @@ class Attention(nn.Module):
 
         mask: of `document_mask`, None for causal attention.
         """
-        projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
+        with forgetting(x):
+            projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
         q_SBND, k_SBKD, v_SBKD = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         if rotation is not None:
             q_SBND, k_SBKD = rotate(q_SBND, rotation), rotate(k_SBKD, rotation)
-        return self.o_proj(self._attend(q_SBND, k_SBKD, v_SBKD, key, mask).flatten(2))
+        if self.recompute_core:
+            attended = recompute(lambda q, k, v: self._attend(q, k, v, key, mask), q_SBND, k_SBKD, v_SBKD)
+        else:
+            attended = self._attend(q_SBND, k_SBKD, v_SBKD, key, mask)
+        return self.o_proj(attended.flatten(2))
 
     def _attend(self, q_SBND: Tensor, k_SBKD: Tensor, v_SBKD: Tensor, key: DropoutKey, mask: Tensor | None) -> Tensor:
         p = self.dropout_p if self.training else 0.0

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.config_numerics import MemoryConfig
 from megalite.data.batch import MicroBatch
 from megalite.model.attention import document_mask
 from megalite.model.block import Block, Pass
 from megalite.model.embedding import Embedding
 from megalite.model.head import Head
 from megalite.model.materialize import materialize
+from megalite.model.recompute import block_memory
 from megalite.model.rope import Rotary
 from megalite.pipeline.partition import StageSpec
-from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.chunked_loss import LossSettings
 from megalite.tensor_parallel.parameter import ParallelContext
 
 __all__ = ["GPTStage", "build_stage"]
@@ -37,11 +39,22 @@ __all__ = ["GPTStage", "build_stage"]
 class GPTStage(nn.Module):
     """Layers `spec.layers` of the model, with embedding and head where `spec` has them.
 
-    num_stages: stages of the whole model. seed: for dropout; initial values are the business of `materialize`.
+    num_stages: stages of the whole model. seed: for dropout; initial values are the business of `materialize`. loss:
+    how the head's stage computes it, and what is added to it in training. memory: what blocks keep for their backward.
     Raises ConfigError when the model does not fit the tp size.
     """
 
-    def __init__(self, config: ModelConfig, spec: StageSpec, ctx: ParallelContext, *, num_stages: int, seed: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: StageSpec,
+        ctx: ParallelContext,
+        *,
+        num_stages: int,
+        seed: int,
+        loss: LossSettings | None = None,
+        memory: MemoryConfig | None = None,
+    ) -> None:
         super().__init__()
         assert (spec.has_embedding and spec.has_head) == (num_stages == 1), "only a lone stage has both ends"
         self.config, self.spec, self.ctx, self.seed = config, spec, ctx, seed
@@ -49,15 +62,21 @@ class GPTStage(nn.Module):
         self.rotary = Rotary(config.rotary_dim, config.rotary_base) if config.rotary_dim else None
         shared = self.tied and num_stages > 1
         self.embedding = Embedding(config, ctx, shared_over_pp=shared) if spec.has_embedding else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer, ctx) for layer in spec.layers})
-        self.head = Head(config, ctx, beside_embedding=spec.has_embedding) if spec.has_head else None
+        memories = [block_memory(memory or MemoryConfig(), position) for position in range(len(spec.layers))]
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(config, layer, ctx, memory) for layer, memory in zip(spec.layers, memories, strict=True)}
+        )
+        self.head = None
+        if spec.has_head:
+            self.head = Head(config, ctx, beside_embedding=spec.has_embedding, loss=loss or LossSettings())
 
     def forward(self, x: Tensor | None, batch: MicroBatch, *, return_logits: bool = False) -> Tensor:
         """x: hidden states [S_local, B, H] of the stage before (S_local = S without sequence parallelism), None on
         the first stage.
 
-        Returns hidden states of the same shape; on the head's stage the sum of loss * loss_mask over all positions,
-        an fp32 scalar that is equal on all tp ranks, or with `return_logits` this rank's logits [S, B, V_local].
+        Returns hidden states of the same shape; on the head's stage the sum of cross entropy * loss_mask over all
+        positions, an fp32 scalar that is equal on all tp ranks, or with `return_logits` this rank's logits
+        [S, B, V_local].
         """
         rotation = self.rotary(batch.position_ids) if self.rotary is not None else None
         mask = None if batch.document_ids is None else document_mask(batch.document_ids)
@@ -70,8 +89,8 @@ class GPTStage(nn.Module):
         if self.head is None:
             assert not return_logits, "this stage has no head"
             return hidden
-        logits = self.head(hidden, self._tied_weight())
-        return logits if return_logits else self._loss_sum(logits, batch)
+        labels = None if return_logits else (batch.labels.t().contiguous(), batch.loss_mask.t())
+        return self.head(hidden, self._tied_weight(), labels)
 
     def logits(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """This rank's logits [S, B, V_local], in the type of the computation; for the head's stage."""
@@ -93,17 +112,6 @@ class GPTStage(nn.Module):
 
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word.weight if self.tied and self.embedding is not None else None
-
-    def _loss_sum(self, logits_local: Tensor, batch: MicroBatch) -> Tensor:
-        targets = batch.labels.t().contiguous()
-        loss_SB = vocab_parallel_cross_entropy(
-            logits_local,
-            targets,
-            vocab_size=self.config.known_vocab_size,
-            padded_vocab_size=self.config.padded_vocab_size,
-            tp=self.ctx.tp,
-        )
-        return (loss_SB * batch.loss_mask.t()).sum()
 
 
 def build_stage(

@@ -1,8 +1,11 @@
-"""Final norm and output projection.
+"""Final norm, output projection and loss.
 
 Decisions:
 - The vocabulary is split over tp; logits stay split, the loss and arg-max functions know that.
-- The head only makes logits: the loss is the stage's business, so that this module is one unit for data parallelism.
+- Losses are made without holding logits (`tensor_parallel.chunked_loss`), in training and evaluation; logits are for
+  generation. Both run through `forward`, so that this module is one unit for data parallelism.
+- The value of the loss is always the plain cross entropy: with label smoothing or z-loss too, training and evaluation
+  show comparable numbers. Its gradient in training is that of what is minimised.
 - A tied head is one of two things. Beside the embedding it has no weight and is handed the embedding's. On another
   stage it holds a copy, known under the embedding's name, whose gradient is summed with the embedding's.
 
@@ -11,10 +14,13 @@ Legend: S sequence, B micro-batch, H hidden, V padded vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.model.norms import build_norm
+from megalite.tensor_parallel.chunked_loss import HeadLoss, LossSettings
 from megalite.tensor_parallel.layers import ColumnParallelLinear, column_parallel
 from megalite.tensor_parallel.parameter import ParallelContext, to_local
 
@@ -24,14 +30,17 @@ TIED_NAME = "embedding.word.weight"
 
 
 class Head(nn.Module):
-    """Everything after the last block, up to logits.
+    """Everything after the last block.
 
     beside_embedding: the stage holds the embedding too, so that a tied head needs no copy of it.
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, beside_embedding: bool) -> None:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, beside_embedding: bool, loss: LossSettings) -> None:
         super().__init__()
         self.ctx = ctx
+        vocab = dict(vocab_size=config.known_vocab_size, padded_vocab_size=config.padded_vocab_size)
+        self._training_loss = HeadLoss(ctx=ctx, settings=loss, **vocab)
+        self._plain_loss = replace(self._training_loss, settings=replace(loss, label_smoothing=0.0, z_loss=0.0))
         self.norm = build_norm(config, ctx)
         tied = not config.untie_embeddings_and_output_weights
         self.output = None
@@ -48,11 +57,29 @@ class Head(nn.Module):
                 ctx=ctx,
             )
 
-    def forward(self, x: Tensor, tied_weight: Tensor | None = None) -> Tensor:
-        """[S, B, H] (under sequence parallelism this rank's share of S) -> this rank's logits [S, B, V_local]."""
+    def forward(self, x: Tensor, tied_weight: Tensor | None = None, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """x: [S, B, H] (under sequence parallelism this rank's share of S); labels: targets int64 and loss mask fp32
+        [S, B].
+
+        Returns the sum of cross entropy * mask, an fp32 scalar that is equal on all tp ranks; without labels this
+        rank's logits [S, B, V_local].
+        """
         x = self.norm(x)
+        if labels is not None:
+            return self._loss(x, self._local_weight(tied_weight), *labels)
         if self.output is not None:
             return self.output(x)
+        ctx, weight = self.ctx, self._local_weight(tied_weight)
+        return column_parallel(x, [weight], [None], ctx.tp, ctx.sequence_parallel, ctx.weight_grads)[0]
+
+    def _loss(self, x: Tensor, weight: Tensor, targets: Tensor, loss_mask: Tensor) -> Tensor:
+        loss = self._training_loss if self.training else self._plain_loss
+        minimised, cross_entropy = loss(x, weight, targets, loss_mask)
+        # the value of the one, the gradient of the other: the bracket is 0
+        return cross_entropy + (minimised - minimised.detach()) if loss.settings.has_terms else minimised
+
+    def _local_weight(self, tied_weight: Tensor | None) -> Tensor:
+        if self.output is not None:
+            return self.output.local_weight()
         assert tied_weight is not None, "a tied head beside the embedding is handed its weight"
-        ctx = self.ctx
-        return column_parallel(x, [to_local(tied_weight)], [None], ctx.tp, ctx.sequence_parallel, ctx.weight_grads)[0]
+        return to_local(tied_weight)

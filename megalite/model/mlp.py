@@ -5,6 +5,7 @@ Decisions:
   activation(up_proj(x)).
 - "gelu" is the exact form with erf, "gelu_tanh" the tanh approximation: two models, so two names.
 - up is split by columns over tp, down by rows: one reduction per MLP.
+- recompute_activation: the activation is computed again in the backward pass, and down_proj does not keep what it is given.
 - down_proj starts with std / sqrt(2 x layers), because 2 x layers branches add up in the residual stream.
 
 Legend: S sequence, B micro-batch, H hidden, F ffn.
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.model.recompute import droppable, forgetting
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
 from megalite.tensor_parallel.parameter import ParallelContext
 
@@ -30,6 +32,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
+
+
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,32 +53,42 @@ def output_std(config: ModelConfig) -> float:
 class MLP(nn.Module):
     """down(activation(up(x))): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> None:
         super().__init__()
+        self.recompute_activation = recompute_activation
         self.activation = ACTIVATIONS[config.activation]
         bias, std = config.add_bias_linear, config.init_method_std
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        with forgetting(x):
+            up = self.up_proj(x)
+        hidden = droppable(self.activation, up) if self.recompute_activation else self.activation(up)
+        with forgetting(hidden):
+            return self.down_proj(hidden)
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> None:
         super().__init__()
+        self.recompute_activation = recompute_activation
         bias, std = config.add_bias_linear, config.init_method_std
         self.gate_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])
-        return self.down_proj(F.silu(gate) * up)
+        with forgetting(x):
+            gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])
+        hidden = droppable(_silu_times, gate, up) if self.recompute_activation else _silu_times(gate, up)
+        with forgetting(hidden):
+            return self.down_proj(hidden)
 
 
-def build_mlp(config: ModelConfig, ctx: ParallelContext) -> MLP | GatedMLP:
+def build_mlp(config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> MLP | GatedMLP:
     """The MLP that the configuration asks for."""
-    return GatedMLP(config, ctx) if config.activation == "swiglu" else MLP(config, ctx)
+    kind = GatedMLP if config.activation == "swiglu" else MLP
+    return kind(config, ctx, recompute_activation=recompute_activation)

@@ -1,12 +1,14 @@
-"""From gradients to new weights: finishing sums, norm, clipping, AdamW, learning rate."""
+"""From gradients to new weights: finishing sums, norm, clipping, optimizers, learning rate."""
 
 from megalite.optim.grads import clip_grads_, finalize_grads, global_names, grad_norm, is_finite
 from megalite.optim.lr import lr_at
+from megalite.optim.noise_scale import NoiseScale
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.parameters import OptimParameter, collect_parameters, without_local_copies
 from megalite.optim.replicas import check_replicas
 
 __all__ = [
+    "NoiseScale",
     "OptimParameter",
     "Optimizer",
     "check_replicas",

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megalite.tensor_parallel.parameter import ParameterInfo, logical_name, named_parameter_info
 
@@ -35,6 +36,11 @@ class OptimParameter:
     info: ParameterInfo
     tp_sharded: bool
     is_copy: bool
+
+    @property
+    def tp_shard_dim(self) -> int | None:
+        """Dimension that tp cuts; None where every tp rank holds the whole."""
+        return _shard_dim(self.parameter, "tp")
 
     @property
     def local(self) -> Tensor:
@@ -89,14 +95,15 @@ def _describe(name: str, parameter: nn.Parameter, info: ParameterInfo) -> OptimP
         name=logical_name(name, info),
         parameter=parameter,
         info=info,
-        tp_sharded=_is_sharded_over(parameter, "tp"),
+        tp_sharded=_shard_dim(parameter, "tp") is not None,
         is_copy=info.copy_of is not None,
     )
 
 
-def _is_sharded_over(parameter: nn.Parameter, axis: str) -> bool:
+def _shard_dim(parameter: nn.Parameter, axis: str) -> int | None:
     if not isinstance(parameter, DTensor):
-        return False
+        return None
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None, "meshes of a grid have named dimensions"
-    return axis in names and parameter.placements[names.index(axis)].is_shard()
+    placement = parameter.placements[names.index(axis)] if axis in names else None
+    return None if placement is None or not placement.is_shard() else cast("Shard", placement).dim

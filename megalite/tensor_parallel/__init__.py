@@ -1,7 +1,9 @@
 """Tensor parallelism: parameters cut over tp, the layers that hold them, and the loss on cut logits."""
 
+from megalite.tensor_parallel.chunked_loss import HeadLoss, LossSettings
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megalite.tensor_parallel.deferral import DeferredGrads, WeightGradQueue
+from megalite.tensor_parallel.fp8 import fp8_product
 from megalite.tensor_parallel.init import init_module_, init_parameter_
 from megalite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -34,6 +36,8 @@ __all__ = [
     "ColumnParallelLinear",
     "DeferredGrads",
     "DropoutKey",
+    "HeadLoss",
+    "LossSettings",
     "ParallelContext",
     "ParameterInfo",
     "Role",
@@ -45,6 +49,7 @@ __all__ = [
     "column_parallel_layers",
     "copy_to_tp",
     "dropout",
+    "fp8_product",
     "gather_from_sp",
     "gather_from_tp",
     "init_module_",

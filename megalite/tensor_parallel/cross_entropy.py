@@ -13,7 +13,8 @@ Decisions
   log(tp), are refused.
 - The softmax is computed in fp32 (fp64 for fp64 logits) in one buffer [S, B, V_local], which backward turns into the
   gradient in place.
-- There is no label smoothing.
+- These are for logits that exist. A stage's loss is `chunked_loss`, which never holds them and knows label smoothing and
+  z-loss.
 
 Legend: S sequence, B micro-batch, V padded vocabulary.
 """
@@ -50,7 +51,7 @@ def vocab_parallel_argmax(logits: Tensor, *, vocab_size: int, padded_vocab_size:
     """The token with the greatest logit, the lowest one among equals: this rank's [S, B, V_local] -> int64 [S, B] on
     all ranks."""
     _check_width(logits, vocab_size, padded_vocab_size, tp)
-    start, num_valid = _valid_columns(logits, vocab_size, tp)
+    start, num_valid = valid_columns(logits.shape[-1], vocab_size, tp)
     nobody = torch.full(logits.shape[:-1], vocab_size, dtype=torch.int64, device=logits.device)
     best = _local_max(logits, num_valid)
     index = nobody if num_valid == 0 else logits[..., :num_valid].argmax(-1) + start
@@ -66,9 +67,8 @@ def _check_width(logits: Tensor, vocab_size: int, padded_vocab_size: int, tp: Ax
     )
 
 
-def _valid_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
-    """Global index of this rank's first column, and how many of its columns are not padding."""
-    width = logits.shape[-1]
+def valid_columns(width: int, vocab_size: int, tp: Axis) -> tuple[int, int]:
+    """Global index of this rank's first of `width` columns, and how many of its columns are not padding."""
     start = tp.rank * width
     return start, min(max(vocab_size - start, 0), width)
 
@@ -83,7 +83,7 @@ def _local_max(logits: Tensor, num_valid: int) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> Tensor:
-        start, num_valid = _valid_columns(logits, vocab_size, tp)
+        start, num_valid = valid_columns(logits.shape[-1], vocab_size, tp)
         width = logits.shape[-1]
         maximum = comm.all_reduce_(_local_max(logits, num_valid), tp, "max")
         buffer = logits - maximum.unsqueeze(-1)  # a new tensor of the maximum's type

@@ -8,8 +8,9 @@ Decisions
   else of a micro-batch's graph is freed by I.
 - Matrices and embedding tables are computed in W. Vectors of norms come out of the same kernel as the input gradient:
   they are computed in I, and added in W.
-- W adds through autograd, from the local tensor that the layer used back to its parameter, so whatever lies between the
-  two (DTensor, a slice of key/value rows) is the same code in both kinds of backward.
+- W adds through autograd, from the place in the graph of the local tensor that the layer used back to its parameter, so
+  whatever lies between the two (DTensor, a slice of key/value rows) is the same code in both kinds of backward. That
+  place, not the tensor, is what a layer remembers: a saved tensor may come back as a recomputed one, without a graph.
 - Several uses of one parameter (a tied table) are handed over together: autograd adds them to one another before it adds
   them to the parameter's gradient, as it does in a whole backward. So W's sums have the same bits.
 - The queue belongs to a rank and is passed by hand; without one a layer cannot defer and pays nothing.
@@ -26,22 +27,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["DeferredGrads", "WeightGradQueue", "add_later", "deferrable_embedding"]
+__all__ = ["DeferredGrads", "WeightGradQueue", "add_later", "deferrable_embedding", "gradient_target"]
 
 Compute = Callable[[], Sequence[Tensor | None]]
+
+
+def gradient_target(weight: Tensor | None) -> GradientEdge | None:
+    """Where the gradient of a tensor goes that a layer uses; None where none is wanted."""
+    return get_gradient_edge(weight) if weight is not None and weight.requires_grad else None
 
 
 class DeferredGrads:
     """The weight gradients of one micro-batch on one stage, not yet computed."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[Tensor | None, ...], Compute]] = []
+        self._entries: list[tuple[tuple[GradientEdge | None, ...], Compute]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, targets: Sequence[Tensor | None], compute: Compute) -> None:
+    def put(self, targets: Sequence[GradientEdge | None], compute: Compute) -> None:
         """compute() gives one gradient per target (None: nothing to add); targets lead to parameters through autograd."""
         self._entries.append((tuple(targets), compute))
 
@@ -50,7 +57,7 @@ class DeferredGrads:
         """Compute everything and add it to the parameters, oldest entry first; each entry is freed as it is done."""
         self._entries.reverse()
         uses = Counter(id(_leaf(target)) for targets, _ in self._entries for target in targets if target is not None)
-        waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        waiting: dict[int, list[tuple[GradientEdge, Tensor]]] = {}
         while self._entries:
             targets, compute = self._entries.pop()
             for target, grad in zip(targets, compute(), strict=True):
@@ -60,16 +67,14 @@ class DeferredGrads:
                 waiting.setdefault(key, []).append((target, grad))
                 uses[key] -= 1
                 if uses[key] == 0:
-                    tensors, grads = zip(*waiting.pop(key), strict=True)
-                    torch.autograd.backward(tensors, grads)
+                    edges, grads = zip(*waiting.pop(key), strict=True)
+                    torch.autograd.backward(edges, grads)
         assert not waiting, "a gradient was promised and not computed"
 
 
-def _leaf(target: Tensor) -> Tensor:
-    """The parameter behind a local tensor; what lies between has one input each."""
-    if target.grad_fn is None:
-        return target
-    node: Any = target.grad_fn
+def _leaf(target: GradientEdge) -> Tensor:
+    """The parameter behind a place in the graph; what lies between has one input each."""
+    node: Any = target.node
     while node.next_functions:
         node = node.next_functions[0][0]
     return node.variable
@@ -95,7 +100,7 @@ class WeightGradQueue:
         finally:
             self._open = None
 
-    def put(self, targets: Sequence[Tensor | None], compute: Compute) -> None:
+    def put(self, targets: Sequence[GradientEdge | None], compute: Compute) -> None:
         assert self._open is not None, "nothing is collected outside an input-gradient pass"
         self._open.put(targets, compute)
 
@@ -108,8 +113,7 @@ def add_later(weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
 class _AddLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, queue: WeightGradQueue) -> Tensor:
-        ctx.queue = queue
-        ctx.save_for_backward(weight)
+        ctx.queue, ctx.target = queue, gradient_target(weight)
         return weight.view_as(weight)
 
     @staticmethod
@@ -117,7 +121,7 @@ class _AddLater(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.queue.is_open:
             return grads[0], None
-        ctx.queue.put(ctx.saved_tensors, lambda: grads)
+        ctx.queue.put((ctx.target,), lambda: grads)
         return None, None
 
 
@@ -129,21 +133,21 @@ def deferrable_embedding(tokens: Tensor, weight: Tensor, queue: WeightGradQueue 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
-        ctx.queue = queue
-        ctx.save_for_backward(tokens, weight)
+        ctx.queue, ctx.target, ctx.num_rows = queue, gradient_target(weight), weight.shape[0]
+        ctx.save_for_backward(tokens)
         return F.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weight = ctx.saved_tensors
-        num_rows, dy = weight.shape[0], grads[0]
+        (tokens,) = ctx.saved_tensors
+        num_rows, dy = ctx.num_rows, grads[0]
 
         def compute() -> tuple[Tensor]:
             # the operator that the backward of F.embedding calls
             return (torch.ops.aten.embedding_dense_backward(dy, tokens, num_rows, -1, False),)
 
         if ctx.queue.is_open:
-            ctx.queue.put((weight,), compute)
+            ctx.queue.put((ctx.target,), compute)
             return None, None, None
         return None, compute()[0], None

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megalite.errors import ConfigError, DataError
 from megalite.tensor_parallel.deferral import deferrable_embedding
+from megalite.tensor_parallel.fp8 import column_parallel_product, row_parallel_product
 from megalite.tensor_parallel.linear import column_parallel, row_parallel
 from megalite.tensor_parallel.mappings import reduce_from_tp, reduce_scatter_to_sp
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, Role, add_parameter, to_local
@@ -62,6 +63,7 @@ class ColumnParallelLinear(nn.Module):
         tp = ctx.tp
         self.in_features, self.out_features = in_features, out_features
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
+        self.product = ctx.product if role == "linear" else None
         self.num_shards = num_shards
         self.is_whole = num_shards is not None and num_shards < tp.size
         _check_shards(out_features, num_shards, tp.size)
@@ -123,7 +125,10 @@ def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear]) ->
     first = layers[0]
     weights = [layer.local_weight() for layer in layers]
     biases = [layer.local_bias() for layer in layers]
-    return column_parallel(x, weights, biases, first.tp, first.sequence_parallel, first.weight_grads)
+    where = (first.tp, first.sequence_parallel, first.weight_grads)
+    if first.product is not None:
+        return column_parallel_product(x, weights, biases, *where, first.product)
+    return column_parallel(x, weights, biases, *where)
 
 
 class RowParallelLinear(nn.Module):
@@ -140,6 +145,7 @@ class RowParallelLinear(nn.Module):
         tp = ctx.tp
         self.in_features, self.out_features = in_features, out_features
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
+        self.product = ctx.product
         info = ParameterInfo(role="linear", init="normal", std=std)
         add_parameter(self, "weight", (out_features, in_features), tp=tp, shard_dim=1, info=info, device=ctx.device)
         if bias:
@@ -151,7 +157,10 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism."""
         bias = None if self.bias is None else to_local(self.bias)
-        return row_parallel(x, to_local(self.weight), bias, self.tp, self.sequence_parallel, self.weight_grads)
+        where = (self.tp, self.sequence_parallel, self.weight_grads)
+        if self.product is not None:
+            return row_parallel_product(x, to_local(self.weight), bias, *where, self.product)
+        return row_parallel(x, to_local(self.weight), bias, *where)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"

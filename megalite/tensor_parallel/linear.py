@@ -18,6 +18,8 @@ Decisions
   dx is reduced while the dW are computed.
 - The backward consists of `_input_gradient` and `_weight_gradient`, which need nothing of each other. With a queue
   that is open (`deferral`), the second one waits there. `row_parallel` then keeps the gathered dy rather than gather twice.
+- `row_parallel` is two steps: the product, which saves what backward needs, and the reduction, which saves nothing. So a
+  region that is computed again and ends with it stops before the reduction (`model/recompute`).
 
 Legend: S sequence, B micro-batch, I in features, O out features.
 """
@@ -34,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite import comm
 from megalite.grid import Axis
-from megalite.tensor_parallel.deferral import WeightGradQueue
+from megalite.tensor_parallel.deferral import WeightGradQueue, gradient_target
 
 __all__ = ["column_parallel", "row_parallel"]
 
@@ -69,7 +71,7 @@ def row_parallel(
     """
     if tp.size == 1:
         return _linear(x, weight, bias, queue)
-    return _RowParallel.apply(x, weight, bias, tp, sequence_parallel, queue)  # type: ignore[return-value]
+    return _Reduce.apply(_linear(x, weight, None, queue), bias, tp, sequence_parallel, queue)  # type: ignore[return-value]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue | None) -> Tensor:
@@ -82,13 +84,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue) -> Tensor:
         ctx.queue = queue
-        ctx.save_for_backward(x, weight, bias)
+        ctx.targets = gradient_target(weight), gradient_target(bias)
+        ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         dy, (needs_dx, needs_dw, needs_db) = dys[0], ctx.needs_input_grad[:3]
         dx = _input_gradient((dy,), (weight,)) if needs_dx else None
 
@@ -97,7 +100,7 @@ class _Linear(torch.autograd.Function):
 
         if not ctx.queue.is_open:
             return dx, *parameter_gradients(), None
-        ctx.queue.put(_wanted((weight, bias), (needs_dw, needs_db)), parameter_gradients)
+        ctx.queue.put(ctx.targets, parameter_gradients)
         return dx, None, None, None
 
 
@@ -109,17 +112,17 @@ class _ColumnParallel(torch.autograd.Function):
         weights, biases = _halves(parameters)
         ctx.tp, ctx.sequence_parallel, ctx.queue = tp, sequence_parallel, queue
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *(weights if queue is None else parameters))
+        ctx.targets = None if queue is None else [gradient_target(parameter) for parameter in parameters]
+        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = comm.all_gather(x, tp) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         tp, sequence_parallel, queue = ctx.tp, ctx.sequence_parallel, ctx.queue
         needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        weights = parameters[: len(needs) // 2]
         dys = tuple(dy if dy is None else dy.contiguous() for dy in dys)
         deferring = queue if queue is not None and queue.is_open else None
 
@@ -130,7 +133,7 @@ class _ColumnParallel(torch.autograd.Function):
             reducing = comm.start_reduce_scatter(dx, tp) if sequence_parallel else comm.start_all_reduce_(dx, tp)
 
         if deferring is not None:
-            targets = _wanted(parameters, [need and dy is not None for need, dy in zip(needs, dys * 2, strict=True)])
+            targets = [None if dy is None else target for target, dy in zip(ctx.targets, dys * 2, strict=True)]
             gather: Any = comm.all_gather if sequence_parallel and x is not None else _as_it_is
             deferring.put(targets, lambda: _parameter_gradients(dys, gather(x, tp), needs))
             grads: Sequence[Tensor | None] = [None] * len(needs)
@@ -139,33 +142,31 @@ class _ColumnParallel(torch.autograd.Function):
         return None if reducing is None else reducing.wait(), None, None, None, *grads
 
 
-class _RowParallel(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
+    """The sum over tp of the ranks' products y, plus the bias."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None) -> Tensor:
         ctx.tp, ctx.sequence_parallel, ctx.queue = tp, sequence_parallel, queue
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *((weight,) if queue is None else (weight, bias)))
-        y = F.linear(x, weight)
-        y = comm.reduce_scatter(y, tp) if sequence_parallel else comm.all_reduce_(y, tp)
+        ctx.target = None if queue is None else gradient_target(bias)
+        if sequence_parallel:
+            y = comm.reduce_scatter(y, tp)
+        else:
+            ctx.mark_dirty(y)
+            comm.all_reduce_(y, tp)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *bias = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dy = dys[0].contiguous()
-        gathering = comm.start_all_gather(dy, ctx.tp) if ctx.sequence_parallel and (needs_dx or needs_dw) else None
+        dy, (needs_dy, needs_db) = dys[0].contiguous(), ctx.needs_input_grad[:2]
+        gathering = comm.start_all_gather(dy, ctx.tp) if ctx.sequence_parallel and needs_dy else None
         db = _bias_gradient(dy) if needs_db else None
-        whole = dy if gathering is None else gathering.wait()
-        dx = _input_gradient((whole,), (weight,)) if needs_dx else None
-        if ctx.queue is not None and ctx.queue.is_open:
-            targets = _wanted((weight, *bias), (needs_dw, needs_db))
-            ctx.queue.put(targets, lambda: (_weight_gradient(whole, x) if needs_dw else None, db))
-            return dx, None, None, None, None, None
-        dw = _weight_gradient(whole, x) if needs_dw else None
-        return dx, dw, db, None, None, None
+        if db is not None and ctx.queue is not None and ctx.queue.is_open:
+            later = db
+            ctx.queue.put((ctx.target,), lambda: (later,))
+            db = None
+        return dy if gathering is None else gathering.wait(), db, None, None, None
 
 
 def _input_gradient(dys: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
@@ -197,10 +198,6 @@ def _parameter_gradients(dys: Sequence[Tensor | None], x: Any, needs: Sequence[b
 
 def _as_it_is(x: Any, tp: Axis) -> Any:
     return x
-
-
-def _wanted(parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(parameter if needed else None for parameter, needed in zip(parameters, needs, strict=True))
 
 
 def _halves(both: Sequence) -> tuple[Sequence, Sequence]:

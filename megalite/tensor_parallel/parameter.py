@@ -13,7 +13,7 @@ Decisions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,13 +43,15 @@ class ParallelContext:
     """What every parallel layer is built with.
 
     With `sequence_parallel` the activations between the tensor-parallel regions are split over tp along the sequence;
-    it needs tp > 1. weight_grads: where weight gradients wait if the pipeline schedule splits backward passes.
+    it needs tp > 1. weight_grads: where weight gradients wait if the pipeline schedule splits backward passes. product:
+    what linear layers multiply with instead of `F.linear` (`fp8`).
     """
 
     tp: Axis
     sequence_parallel: bool
     device: torch.device | str = "cpu"
     weight_grads: WeightGradQueue | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert self.tp.size > 1 or not self.sequence_parallel, "sequence parallelism splits over tp, which has one rank"

@@ -30,8 +30,24 @@ def describe(run: Run) -> None:
         f"{total:,} parameters | {ranks} = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
         f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {place}"
     )
+    _describe_optimizer(run)
     decay = config.optim.weight_decay
     get_logger().info(f"weight decay {decay:g} on {decayed} tensors ({decayed_size:,} elements), none on {others} ({others_size:,})")
+
+
+def _describe_optimizer(run: Run) -> None:
+    """One line for each combination of rule and factors, where there is more than AdamW's decay. Collective over pp."""
+    optim = run.config.optim
+    if optim.optimizer == "adam" and not optim.lr_multipliers and not optim.weight_decay_multipliers:
+        return
+    totals: dict[str, list[int]] = {}
+    for counts in comm.all_gather_object(run.optimizer.setting_counts, run.grid.pp):
+        for label, (number, elements) in counts.items():
+            total = totals.setdefault(label, [0, 0])
+            total[0] += number
+            total[1] += elements
+    for label, (number, elements) in sorted(totals.items()):
+        get_logger().info(f"{label}: {_counted(number, 'tensor')} ({elements:,} elements)")
 
 
 def _counted(number: int, noun: str, plural: str = "s") -> str:

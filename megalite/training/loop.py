@@ -16,8 +16,9 @@ from megalite import comm
 from megalite.data.batch import MicroBatch
 from megalite.data.loader import GlobalBatchLoader
 from megalite.errors import MegaliteError
-from megalite.optim import clip_grads_, finalize_grads, grad_norm, lr_at
+from megalite.optim import clip_grads_, grad_norm, lr_at
 from megalite.training.checkpoints import save_run
+from megalite.training.gradients import accumulate_gradients
 from megalite.training.metrics import StepRecord
 from megalite.training.setup import Run
 
@@ -61,8 +62,7 @@ def train_step(run: Run) -> StepRecord:
     num_samples = run.batch_sizes.at(state.consumed_samples)
     microbatches = _to_device(run, run.train_loader.next_step())
     num_tokens = _count_tokens(run, microbatches)
-    loss_sum = run.runtime.train_step(run.train_programs[len(microbatches)], microbatches, num_tokens.clamp(min=1))
-    finalize_grads(run.parameters, run.grid)
+    loss_sum = accumulate_gradients(run, microbatches, num_tokens.clamp(min=1), num_samples)
     norm = grad_norm(run.parameters, run.parameter_names, run.grid)
     norm_value = norm.item()
     if not math.isfinite(norm_value):
@@ -81,6 +81,7 @@ def train_step(run: Run) -> StepRecord:
         num_tokens=num_tokens,
         grad_norm=norm_value,
         lr=lr,
+        noise_scale=None if run.noise_scale is None else run.noise_scale.value,
     )
 
 
@@ -103,9 +104,10 @@ def _learning_rate(run: Run) -> float:
     """Of the next step: a function of the step, or of the samples where the batch size ramps up."""
     config, state, sizes = run.config, run.state, run.batch_sizes
     if sizes.rampup is None:
-        return lr_at(config.optim, state.step, config.train.train_iters)
+        return lr_at(config.optim, state.step, config.train.train_iters, batch_size=sizes.full)
     end = sizes.consumed_before(config.train.train_iters) / sizes.full
-    return lr_at(config.optim, state.consumed_samples / sizes.full, end, sizes.at(state.consumed_samples) / sizes.full)
+    length = sizes.at(state.consumed_samples) / sizes.full
+    return lr_at(config.optim, state.consumed_samples / sizes.full, end, length, sizes.full)
 
 
 def _to_device(run: Run, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:

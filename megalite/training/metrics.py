@@ -65,6 +65,7 @@ class StepRecord:
     """One step as the loop knows it. num_samples: of this step; consumed_samples: with it.
 
     loss_sum: this rank's undivided sum; num_tokens: loss-bearing tokens of the global batch.
+    noise_scale: in samples, where it is estimated.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepRecord:
     num_tokens: Tensor
     grad_norm: float
     lr: float
+    noise_scale: Tensor | None = None
 
 
 class Metrics:
@@ -160,6 +162,8 @@ class Metrics:
 
     def _write(self, record: StepRecord, loss: float, rate: dict[str, float]) -> None:
         values = {"loss": loss, "lr": record.lr, "grad_norm": record.grad_norm, **rate}
+        if record.noise_scale is not None:
+            values["noise_scale"] = record.noise_scale.item()
         self._record({"step": record.step, "consumed_samples": record.consumed_samples, **values})
         if self._board is not None:
             for name, value in values.items():

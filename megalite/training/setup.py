@@ -23,13 +23,13 @@ from megalite.data_parallel import GradientSync, shard_stage
 from megalite.grid import Grid, GridShape
 from megalite.log import configure_logging, get_logger
 from megalite.model import GPTStage, materialize
-from megalite.optim import Optimizer, OptimParameter, collect_parameters, global_names
+from megalite.optim import NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
 from megalite.pipeline.from_config import evaluation_schedule, stage_specs, training_schedule
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
 from megalite.pipeline.runtime import PipelineRuntime, splits_backward
 from megalite.pipeline.verify import verify
-from megalite.tensor_parallel import ParallelContext, WeightGradQueue
+from megalite.tensor_parallel import LossSettings, ParallelContext, WeightGradQueue, fp8_product
 from megalite.training.datasets import build_datasets, resolve_vocab_size
 from megalite.training.describe import describe
 from megalite.training.launch import Launch, choose_device, init_distributed
@@ -63,6 +63,7 @@ class Run:
     test_loader: GlobalBatchLoader | None
     metrics: Metrics
     trace: PipelineTrace | None
+    noise_scale: NoiseScale | None
     state: TrainState
     checkpoint: Path | None = None
 
@@ -128,7 +129,7 @@ def build_run_on(
     weight_grads = WeightGradQueue() if any(splits_backward(program) for program in train_programs.values()) else None
     stages = build_stages(config, grid, full_program, weight_grads)
     parameters = collect_parameters(stages.values())
-    optimizer = Optimizer(parameters, config.optim)
+    optimizer = Optimizer(parameters, config.optim, grid)
     loaders = _build_loaders(config, grid, _position(checkpoint))
     run = Run(
         config=config,
@@ -145,6 +146,7 @@ def build_run_on(
         test_loader=loaders[2],
         metrics=_build_metrics(config, grid),
         trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
+        noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
         state=TrainState(),
         checkpoint=checkpoint,
     )
@@ -154,19 +156,38 @@ def build_run_on(
 
 
 def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: WeightGradQueue | None = None) -> dict[int, GPTStage]:
-    """This rank's stages, materialised unit by unit and sharded over data parallelism. weight_grads: for programs that split backwards."""
+    """This rank's stages, materialised unit by unit and sharded over data parallelism. weight_grads: for programs that split backwards.
+
+    Raises ConfigError where fp8 is asked for and cannot be had.
+    """
     schedule = program.schedule
     specs = stage_specs(config, schedule)
-    context = ParallelContext(tp=grid.tp, sequence_parallel=config.parallel.use_sequence_parallel, device="meta", weight_grads=weight_grads)
+    fp8 = config.numerics.fp8
+    context = ParallelContext(
+        tp=grid.tp,
+        sequence_parallel=config.parallel.use_sequence_parallel,
+        device="meta",
+        weight_grads=weight_grads,
+        product=None if fp8 is None else fp8_product(fp8, grid.device),
+    )
     stages = {}
     for number in schedule.stages_of(grid.pp.rank):
-        stage = GPTStage(config.model, specs[number], context, num_stages=schedule.num_stages, seed=config.train.seed)
+        stage = GPTStage(
+            config.model,
+            specs[number],
+            context,
+            num_stages=schedule.num_stages,
+            seed=config.train.seed,
+            loss=_loss_settings(config),
+            memory=config.memory,
+        )
         shard_stage(
             stage,
             stage.units(),
             grid,
             zero=config.zero,
             compute_dtype=compute_dtype(config),
+            reduce_dtype=torch.bfloat16 if config.numerics.grad_reduce_in_bf16 else torch.float32,
             materialize=lambda prefix, module: materialize(module, prefix, grid.device, config.train.seed),
         )
         stages[number] = stage
@@ -175,6 +196,11 @@ def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.numerics.precision]
+
+
+def _loss_settings(config: RunConfig) -> LossSettings:
+    numerics = config.numerics
+    return LossSettings(chunk_tokens=config.memory.loss_chunk_tokens, label_smoothing=numerics.label_smoothing, z_loss=numerics.z_loss)
 
 
 def _edge(config: RunConfig, grid: Grid) -> Edge:

@@ -55,6 +55,31 @@ def test_everything_but_the_computation_is_fp32(dp: int, zero: int) -> None:
         assert found["worst"] < 1e-6
 
 
+def reduced_in_bf16(sizes: dict[str, int], zero: int) -> tuple[float, set[torch.dtype]]:
+    """Worst relative difference to the plain fp32 gradients, types of parameters and gradients."""
+    grid = toy.grid_of(**sizes)
+    stages = toy.build(grid, zero, reduce_dtype=torch.bfloat16)
+    parameters, batches = toy.parameters_of(stages), toy.microbatches(NUM_BATCHES, 0)
+    toy.train(stages, toy.share(batches, grid), 1, zero, 2)
+    exact = toy.plain_gradients(toy.build_plain(), batches, 1)
+    types = {p.parameter.dtype for p in parameters} | {p.local_grad.dtype for p in parameters}
+    return toy.worst_gradient(parameters, exact), types
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [({"dp_replicate": 2}, 0), ({"dp_shard": 2}, 1), ({"dp_shard": 2}, 3), ({"dp_replicate": 2, "dp_shard": 2}, 2)]
+)
+def test_sums_over_ranks_in_bf16_are_close(sizes: dict[str, int], zero: int) -> None:
+    for worst, types in run_ranks(reduced_in_bf16, 2 if len(sizes) == 1 else 4, sizes, zero):
+        assert 1e-4 < worst < 2e-2  # fp32 sums differ by 1e-6: the setting is used
+        assert types == {torch.float32}
+
+
+def test_a_lone_rank_sums_in_fp32() -> None:
+    ((worst, _),) = run_ranks(reduced_in_bf16, 1, {}, 1)
+    assert worst < 1e-6
+
+
 class Scaled(nn.Module):
     """x * weight * mask; notes what it was given."""
 

@@ -133,11 +133,13 @@ def build(
     num_stages: int = 1,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> dict[int, ToyStage]:
     stages = {}
     for number in numbers:
         stage = ToyStage(grid.tp, number, num_stages, tied)
-        shard_stage(stage, stage.units(), grid, zero=zero, compute_dtype=dtype, materialize=materialize)
+        settings = dict(zero=zero, compute_dtype=dtype, reduce_dtype=reduce_dtype)
+        shard_stage(stage, stage.units(), grid, **settings, materialize=materialize)  # type: ignore[arg-type]
         stages[number] = stage
     return stages
 

@@ -153,8 +153,9 @@ def empty_rank() -> tuple[int, float]:
     place = next(number for number, p in enumerate(parameters) if p.name == "layers.0.mix")
     moment = optimizer.named_state()["layers.0.mix"]["exp_avg"]
     assert moment.shape == (2, toy.H)
-    assert len(optimizer._counters) == sum(p.local.numel() > 0 for p in parameters)
-    return parameters[place].local.numel(), float(optimizer._counters[0])
+    counters = list(optimizer._rules["adam"][1]._counters.values())
+    assert len(counters) == sum(p.local.numel() > 0 for p in parameters)
+    return parameters[place].local.numel(), float(counters[0])
 
 
 def test_a_rank_may_have_none_of_a_parameter() -> None:
