@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -209,7 +210,12 @@ def _speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+SILENT_RANKS_WAIT_S = 10.0
+
+
 def _exit(prog: str, error: ConfigError) -> NoReturn:
     if _speaks():
         sys.stderr.write(f"{prog}: {error}\n({prog} --help lists all settings)\n")
+    else:  # a launcher ends all ranks when one has ended: it must not be this one before the message is out
+        time.sleep(SILENT_RANKS_WAIT_S)
     raise SystemExit(2)

@@ -46,8 +46,8 @@ class NumericsConfig:
     max_skipped_steps: int = 20
     """Steps without an update in a row that end the run."""
     rewind_steps: int | None = None
-    """After a spike or a number that is not finite, go back to a copy of the state from about this many steps ago and go on
-    with later data; the copies are in host memory; not set: no copies."""
+    """After a spike or a number that is not finite, go back to a copy of the state, which is made every so many steps in
+    host memory, and go on with the data behind the bad step; not set: no copies."""
     label_smoothing: float = 0.0
     """Share of the target's probability that is spread evenly over the vocabulary, in training; the loss shown stays plain."""
     z_loss: float = 0.0

@@ -5,6 +5,7 @@
     ├── DataError         a data file, index or tokenizer is missing, damaged or does not fit the run
     ├── ScheduleError     a pipeline schedule is incomplete, deadlocks, or breaks an order that the numbers rely on
     ├── CheckpointError   a checkpoint is missing, damaged, or holds other tensors than the model
+    ├── NumericsError     numbers went wrong in training: a loss or gradient that is not finite, an overflow, weights that drifted apart
     └── CommError         a collective failed or timed out; names the axis, the ranks and what the run was doing
 
 Each message names the numbers and the remedy. Our own mistakes are `assert`s.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "CommError", "ConfigError", "DataError", "MegaliteError", "ScheduleError"]
+__all__ = ["CheckpointError", "CommError", "ConfigError", "DataError", "MegaliteError", "NumericsError", "ScheduleError"]
 
 
 class MegaliteError(Exception):
@@ -50,6 +51,10 @@ class ScheduleError(MegaliteError):
 
 class CheckpointError(MegaliteError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class NumericsError(MegaliteError):
+    """Numbers of the training went wrong; the message says at which step, and that the weights are still the good ones."""
 
 
 class CommError(MegaliteError):

@@ -19,6 +19,7 @@ from megalite.config_io import field_types
 from megalite.errors import ConfigError
 from megalite.pipeline.from_config import pipeline_violations
 from megalite.validate_memory import memory_violations
+from megalite.validate_numerics import numerics_violations
 from megalite.validate_optim import optim_violations
 from megalite.validate_training import data_violations, fp8_violations, loss_violations, output_violations, training_violations
 
@@ -73,6 +74,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         found
         + training_violations(config)
         + optim_violations(config, world_size if are_sound else None)
+        + numerics_violations(config.numerics)
         + loss_violations(config)
         + data_violations(config)
         + output_violations(config)

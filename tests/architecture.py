@@ -31,6 +31,7 @@ CONFIGURATION_FILES = (
     "presets",
     "validate",
     "validate_memory",
+    "validate_numerics",
     "validate_optim",
     "validate_training",
 )

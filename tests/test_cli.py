@@ -225,6 +225,7 @@ def test_mistakes_end_with_code_2_and_one_message(capsys: pytest.CaptureFixture[
     assert said.startswith("train.py: 2 settings are wrong:\n  1. unknown flag --tpp, did you mean '--tp'?\n")
     assert "train.py --help" in said
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("megalite.cli.SILENT_RANKS_WAIT_S", 0.0)
     with pytest.raises(SystemExit) as caught:
         parse_run_config(["--tpp", "2"], "train.py", "")
     assert (caught.value.code, capsys.readouterr().err) == (2, "")

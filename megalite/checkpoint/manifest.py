@@ -21,7 +21,8 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """step: optimizer updates made; consumed_samples: position in the data; config: the run's resolved configuration;
+    """step: steps made; consumed_samples: position in the data; numerics: {"skipped_steps", "skipped_samples", and what the guard keeps
+    (loss scale, last losses and norms)}; config: the run's resolved configuration;
     tensors: {logical name: {"shape": [...], "dtype": "float32"}}; layout: how the writer was laid out (information only);
     versions: of torch and megalite; files: {file name: {"size": bytes, "crc32": ...}} of the files beside the manifest (`files.py`)."""
 
@@ -32,6 +33,7 @@ class Manifest:
     layout: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)
+    numerics: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -69,6 +71,8 @@ def _problems(manifest: Manifest) -> list[str]:
             found.append(f"{name} is {value!r}, a whole number of 0 or more is wanted")
     if type(manifest.config) is not dict:
         found.append("config is not a table of settings")
+    if type(manifest.numerics) is not dict:
+        found.append("numerics is not a table")
     for name, keys in (("tensors", {"shape", "dtype"}), ("files", {"size", "crc32"})):
         table = getattr(manifest, name)
         if type(table) is not dict:

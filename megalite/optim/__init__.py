@@ -1,6 +1,7 @@
 """From gradients to new weights: finishing sums, norm, clipping, optimizers, learning rate."""
 
-from megalite.optim.grads import clip_grads_, finalize_grads, global_names, grad_norm, is_finite
+from megalite.optim.grads import clip_grads_, finalize_grads, global_names, grad_norm, grad_squares, norm_of
+from megalite.optim.loss_scale import LossScale
 from megalite.optim.lr import lr_at
 from megalite.optim.noise_scale import NoiseScale
 from megalite.optim.optimizer import Optimizer
@@ -8,6 +9,7 @@ from megalite.optim.parameters import OptimParameter, collect_parameters, withou
 from megalite.optim.replicas import check_replicas
 
 __all__ = [
+    "LossScale",
     "NoiseScale",
     "OptimParameter",
     "Optimizer",
@@ -17,7 +19,8 @@ __all__ = [
     "finalize_grads",
     "global_names",
     "grad_norm",
-    "is_finite",
+    "grad_squares",
     "lr_at",
+    "norm_of",
     "without_local_copies",
 ]

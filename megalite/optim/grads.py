@@ -11,12 +11,11 @@ Decisions
 - Its terms, one per logical parameter, stand in a vector in global name order and are added in that order. So it has
   the same bits for every pp and schedule: the ranks of a pipeline contribute disjoint entries, and x + 0 is exact.
 - Squares are taken per local tensor from an fp32 norm and added in fp64, which cannot overflow.
-- Nothing here waits for the device, except `is_finite`.
+- Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,7 +25,7 @@ from megalite import comm
 from megalite.grid import Axis, Grid
 from megalite.optim.parameters import OptimParameter, local_twins
 
-__all__ = ["clip_grads_", "finalize_grads", "global_names", "grad_norm", "is_finite"]
+__all__ = ["clip_grads_", "finalize_grads", "global_names", "grad_norm", "grad_squares", "norm_of"]
 
 PIECE = 2**24
 """Elements per gather over tp: bounds its memory to 64 MiB x tp in fp32. Cutting changes no sum."""
@@ -96,7 +95,17 @@ def global_names(parameters: Sequence[OptimParameter], grid: Grid) -> list[str]:
 
 
 def grad_norm(parameters: Sequence[OptimParameter], all_names: Sequence[str], grid: Grid) -> Tensor:
-    """L2 norm of the whole gradient, an fp32 scalar on the device, with the same bits on all ranks. Collective.
+    """L2 norm of the whole gradient, an fp32 scalar on the device, with the same bits on all ranks. Collective; see `grad_squares`."""
+    return norm_of(grad_squares(parameters, all_names, grid))
+
+
+def norm_of(squares: Tensor) -> Tensor:
+    """The norm whose square is the sum of `squares`: an fp32 scalar."""
+    return squares.sum().sqrt().float()
+
+
+def grad_squares(parameters: Sequence[OptimParameter], all_names: Sequence[str], grid: Grid) -> Tensor:
+    """Squared L2 norm of every logical parameter's gradient, fp64, in the order of the names, the same on all ranks. Collective.
 
     all_names: what `global_names` gave. Gradients must be final. Parameters without a gradient count as 0.
     """
@@ -110,19 +119,19 @@ def grad_norm(parameters: Sequence[OptimParameter], all_names: Sequence[str], gr
     squares = torch.stack([norms.get(name, zero) for name in all_names]).double().square()
     for axis in (grid.tp, grid.dp_shard, grid.pp):
         squares = comm.all_reduce(squares, axis)
-    return squares.sum().sqrt().float()
+    return squares
 
 
-def clip_grads_(parameters: Sequence[OptimParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1; max_norm 0 switches clipping off."""
-    if max_norm == 0:
+def clip_grads_(parameters: Sequence[OptimParameter], norm: Tensor, max_norm: float, scale: Tensor | None = None) -> None:
+    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1; max_norm 0 switches clipping off.
+
+    scale: what the gradients are multiplied with, and `norm` is not: it is divided out in the same pass.
+    """
+    if max_norm == 0 and scale is None:
         return
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    coefficient = torch.ones_like(norm) if max_norm == 0 else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if scale is not None:
+        coefficient = coefficient / scale
     grads = [grad for p in parameters if (grad := p.local_grad) is not None]
     if grads:
         torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def is_finite(norm: Tensor) -> bool:
-    """Whether the gradient is usable; the same answer on all ranks. Waits for the device."""
-    return math.isfinite(norm.item())

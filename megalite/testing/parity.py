@@ -119,7 +119,7 @@ def train_case(config: RunConfig, layout: Layout, masked_fraction: float = 0.2, 
     norms = []
     for _ in range(config.train.train_iters):
         record = train_step(run)
-        norms.append(record.grad_norm)
+        norms.append(record.grad_norm.item())
         run.metrics.add(record)
     losses = run.metrics.report()
     run.train_loader.close()

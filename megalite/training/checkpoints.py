@@ -1,8 +1,6 @@
 """What of a run goes into a checkpoint, and back: weights, optimizer moments, the state, the configuration.
 
-Keys: `model.NAME`, `optimizer.NAME.exp_avg`, `optimizer.NAME.exp_avg_sq` with logical parameter names. The last stage's copy of a tied
-embedding goes by the embedding's name, and is left out where the embedding is on the same rank. Nothing else is needed: learning rate,
-data order and random numbers are functions of the state.
+Nothing else is needed: learning rate, data order and random numbers are functions of the state.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megalite import __version__, comm
 from megalite.checkpoint import Manifest, find_checkpoint, load_tensors, read_manifest, save_checkpoint
@@ -18,9 +15,9 @@ from megalite.checkpoint.store import describe
 from megalite.errors import CheckpointError
 from megalite.grid import AXES
 from megalite.log import get_logger
-from megalite.optim import without_local_copies
 from megalite.training.changes import changed_settings, model_conflicts
 from megalite.training.setup import Run
+from megalite.training.tensors import run_tensors
 
 __all__ = ["load_run", "save_run"]
 
@@ -40,6 +37,7 @@ def save_run(run: Run) -> Path:
         config=run.full_config.to_dict(),
         tensors=everything,
         layout=dict(zip(AXES, run.grid.shape.sizes, strict=True)),
+        numerics={"skipped_steps": run.state.skipped_steps, "skipped_samples": run.state.skipped_samples, **run.guard.state()},
         versions={"torch": torch.__version__, "megalite": __version__},
     )
     path = save_checkpoint(Path(run.config.output.save), tensors, manifest, run.grid.world)
@@ -59,23 +57,16 @@ def load_run(run: Run, path: Path) -> None:
     if conflicts:
         listed = "\n  ".join(conflicts)
         raise CheckpointError(f"{checkpoint} is another model, although its tensors fit; use the checkpoint's settings:\n  {listed}")
-    run.optimizer.load_step(manifest.step)
     run.state.step, run.state.consumed_samples = manifest.step, manifest.consumed_samples
+    numerics = dict(manifest.numerics)
+    run.state.skipped_steps, run.state.skipped_samples = numerics.pop("skipped_steps", 0), numerics.pop("skipped_samples", 0)
+    run.optimizer.load_step(run.state.updates)
+    run.guard.load(numerics)
     run.train_loader.consumed_samples = manifest.consumed_samples
     get_logger().info(f"loaded {checkpoint}: step {manifest.step}, {manifest.consumed_samples} samples consumed")
     changes = changed_settings(manifest.config, run.full_config.to_dict())
     if changes:
         get_logger().info("changed since then: " + ", ".join(changes))
-
-
-def run_tensors(run: Run) -> dict[str, Tensor]:
-    """All tensors of a checkpoint as this rank holds them, under their keys; they share storage with the run."""
-    tensors: dict[str, Tensor] = {}
-    for parameter in without_local_copies(run.parameters):
-        tensors[f"model.{parameter.name}"] = parameter.parameter.detach()
-    for name, moments in run.optimizer.named_state().items():
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-    return tensors
 
 
 def _check_position(run: Run, manifest: Manifest) -> None:

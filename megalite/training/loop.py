@@ -1,12 +1,15 @@
 """The training loop, top to bottom.
 
 One step: micro-batches of this rank -> loss-bearing tokens of the global batch -> pipeline program (forward, backward) -> gradients
-finished (sums over tp and over tied copies) -> one norm -> clip -> optimizer. There is no second path: one rank runs the same lines.
+finished (sums over tp and over tied copies) -> one norm -> judgement -> clip -> optimizer. There is no second path: one rank runs the same
+lines, and so does every precision: outside fp16 the loss scale is 1.
+
+The host never waits for the device inside a step. Whether a step's numbers were right decides the device about its own update; the host
+reads it in the next step (`settle`), and before it evaluates, saves or ends.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +18,9 @@ from torch import Tensor
 from megalite import comm
 from megalite.data.batch import MicroBatch
 from megalite.data.loader import GlobalBatchLoader
-from megalite.errors import MegaliteError
-from megalite.optim import clip_grads_, grad_norm, lr_at
+from megalite.errors import NumericsError
+from megalite.optim import check_replicas, clip_grads_, grad_squares, lr_at, norm_of
+from megalite.training.aftermath import settle
 from megalite.training.checkpoints import save_run
 from megalite.training.gradients import accumulate_gradients
 from megalite.training.metrics import StepRecord
@@ -27,11 +31,26 @@ __all__ = ["evaluate", "train", "train_step"]
 
 def train(run: Run) -> list[float]:
     """Train from the run's state to its last step. Returns the loss of every step made here, the same on every rank."""
+    try:
+        return _train(run)
+    except NumericsError:
+        run.metrics.report()  # the step that went wrong is in the log too
+        raise
+
+
+def _train(run: Run) -> list[float]:
     config, state, losses = run.config, run.state, []
     train_iters, save_interval = config.train.train_iters, config.output.save_interval
     while state.step < train_iters:
+        if run.rewind is not None and run.rewind.is_due(state.step):
+            settle(run)
+            run.rewind.keep(run)
         run.metrics.add(train_step(run))
         is_end = state.step == train_iters
+        if is_end or any(_is_due(state.step, every) for every in (config.train.eval_interval, save_interval)):
+            settle(run)
+        if _is_due(state.step, config.numerics.check_replicas_interval):
+            _check_replicas(run)
         if is_end or state.step % config.train.log_interval == 0:
             losses += run.metrics.report()
             if run.trace is not None:
@@ -56,20 +75,25 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 def train_step(run: Run) -> StepRecord:
-    """One optimizer update. Raises MegaliteError when the gradient norm is not finite (the weights are still the good ones)."""
+    """One step. Raises NumericsError when the step before it ends the run by its numbers (the weights are still the good ones)."""
     state, config = run.state, run.config
     run.grid.progress.doing = f"step {state.step + 1}"
     num_samples = run.batch_sizes.at(state.consumed_samples)
     microbatches = _to_device(run, run.train_loader.next_step())
     num_tokens = _count_tokens(run, microbatches)
-    loss_sum = accumulate_gradients(run, microbatches, num_tokens.clamp(min=1), num_samples)
-    norm = grad_norm(run.parameters, run.parameter_names, run.grid)
-    norm_value = norm.item()
-    if not math.isfinite(norm_value):
-        raise MegaliteError(_nonfinite_message(run, norm_value))
-    clip_grads_(run.parameters, norm, config.optim.clip_grad)
+    scale = run.guard.loss_scale.scale
+    loss_sum = accumulate_gradients(run, microbatches, num_tokens.clamp(min=1) / scale, num_samples, scale)
+    went_back = settle(run)
+    squares = grad_squares(run.parameters, run.parameter_names, run.grid)
+    norm = norm_of(squares) / scale
+    loss = _loss_per_token(run, loss_sum, num_tokens)
     lr = _learning_rate(run)
-    run.optimizer.step(lr)
+    skip, found = run.guard.judge(loss, norm, squares)
+    if went_back:
+        skip, found = torch.ones_like(skip), run.guard.undone(found)
+    run.guard.file(found, step=state.step + 1, first_sample=state.consumed_samples, num_samples=num_samples, lr=lr)
+    clip_grads_(run.parameters, norm, config.optim.clip_grad, scale if run.guard.loss_scale.is_used else None)
+    run.optimizer.step(lr, skip)
     run.optimizer.zero_grad()
     state.step += 1
     state.consumed_samples += num_samples
@@ -77,10 +101,10 @@ def train_step(run: Run) -> StepRecord:
         step=state.step,
         consumed_samples=state.consumed_samples,
         num_samples=num_samples,
-        loss_sum=loss_sum,
-        num_tokens=num_tokens,
-        grad_norm=norm_value,
+        loss=loss,
+        grad_norm=norm,
         lr=lr,
+        loss_scale=scale if run.guard.loss_scale.is_used else None,
         noise_scale=None if run.noise_scale is None else run.noise_scale.value,
     )
 
@@ -101,13 +125,30 @@ def evaluate(run: Run, loader: GlobalBatchLoader) -> float:
 
 
 def _learning_rate(run: Run) -> float:
-    """Of the next step: a function of the step, or of the samples where the batch size ramps up."""
+    """Of the next update: a function of the updates made, or of their samples where the batch size ramps up."""
     config, state, sizes = run.config, run.state, run.batch_sizes
     if sizes.rampup is None:
-        return lr_at(config.optim, state.step, config.train.train_iters, batch_size=sizes.full)
+        return lr_at(config.optim, state.updates, config.train.train_iters, batch_size=sizes.full)
     end = sizes.consumed_before(config.train.train_iters) / sizes.full
     length = sizes.at(state.consumed_samples) / sizes.full
-    return lr_at(config.optim, state.consumed_samples / sizes.full, end, length, sizes.full)
+    return lr_at(config.optim, state.useful_samples / sizes.full, end, length, sizes.full)
+
+
+def _loss_per_token(run: Run, loss_sum: Tensor, num_tokens: Tensor) -> Tensor:
+    """Only last pipeline stages hold a sum, the others 0: adding over pp is exact."""
+    total = comm.all_reduce(comm.all_reduce(loss_sum, run.grid.dp), run.grid.pp)
+    return total / num_tokens.clamp(min=1)
+
+
+def _check_replicas(run: Run) -> None:
+    run.grid.progress.doing = f"comparing replicas after step {run.state.step}"
+    found = [line for lines in comm.all_gather_object(check_replicas(run.parameters, run.grid), run.grid.world) for line in lines]
+    if found:
+        listed = "\n  ".join(sorted(set(found))[:20])
+        raise NumericsError(
+            f"after step {run.state.step}, ranks that should hold equal weights do not ({len(set(found))} findings):\n  {listed}\nResume "
+            "from a checkpoint before it; if it happens again, a device computes wrongly or a gradient is not summed"
+        )
 
 
 def _to_device(run: Run, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -125,13 +166,3 @@ def _count_tokens(run: Run, microbatches: Sequence[MicroBatch]) -> Tensor:
 def _set_training(run: Run, mode: bool) -> None:
     for stage in run.stages.values():
         stage.train(mode)
-
-
-def _nonfinite_message(run: Run, norm: float) -> str:
-    first = run.state.consumed_samples
-    return (
-        f"the gradient norm is {norm} at step {run.state.step + 1} (lr {_learning_rate(run):.3e}, "
-        f"clip_grad {run.config.optim.clip_grad:g}); the weights were not updated and not "
-        "saved. Resume from the last checkpoint with a lower lr or a longer warm-up, or look at the data of "
-        f"samples {first} to {first + run.batch_sizes.at(first) - 1}"
-    )

@@ -1,7 +1,8 @@
 """What a run says about itself: one log line per interval from one rank, every step in a JSONL file, TensorBoard if asked.
 
 Decisions
-- Losses stay on the device as local sums; they are reduced and read once per interval, for all of its steps together.
+- Losses and norms stay on the device; they are read once per interval, for all of its steps together.
+- A loss that is not finite is null in the JSONL file: the field is never left out, and the line stays JSON.
 - Throughput leaves evaluation and saving out: `pause` stops its clock.
 - FLOPs are model FLOPs (`ModelConfig.flops_per_token`, which states its convention); MFU divides by the dense BF16 peak of known GPUs
   and is left out elsewhere.
@@ -10,6 +11,7 @@ Decisions
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -24,7 +26,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from megalite import comm
 from megalite.grid import Grid
 from megalite.log import get_logger
 
@@ -64,22 +65,22 @@ def memory_gib(device: torch.device) -> float:
 class StepRecord:
     """One step as the loop knows it. num_samples: of this step; consumed_samples: with it.
 
-    loss_sum: this rank's undivided sum; num_tokens: loss-bearing tokens of the global batch.
-    noise_scale: in samples, where it is estimated.
+    loss: per loss-bearing token of the global batch. loss_scale: of fp16. noise_scale: in samples, where it is estimated. Tensors are
+    fp32 scalars on the device, the same on all ranks.
     """
 
     step: int
     consumed_samples: int
     num_samples: int
-    loss_sum: Tensor
-    num_tokens: Tensor
-    grad_norm: float
+    loss: Tensor
+    grad_norm: Tensor
     lr: float
+    loss_scale: Tensor | None = None
     noise_scale: Tensor | None = None
 
 
 class Metrics:
-    """Collects steps, reports intervals. Every rank takes part (the reduction is collective); rank 0 writes."""
+    """Collects steps, reports intervals; rank 0 writes."""
 
     def __init__(
         self,
@@ -120,17 +121,18 @@ class Metrics:
         self._clock += time.perf_counter() - begin
 
     def report(self) -> list[float]:
-        """Reduce, write and log the steps since the last report; returns their losses (the same on every rank)."""
+        """Read, write and log the steps since the last report; returns their losses (the same on every rank)."""
         if not self._records:
             return []
-        losses = self._losses()
+        losses, norms = torch.stack([torch.stack([record.loss, record.grad_norm]) for record in self._records]).T.tolist()
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / len(self._records), now
         rate = self._throughput(sum(record.num_samples for record in self._records) / len(self._records) / seconds)
         if self._is_writer:
-            for record, loss in zip(self._records, losses, strict=True):
-                self._write(record, loss, rate)
-            self._say(self._records[-1], sum(losses) / len(losses), seconds, rate)
+            for record, loss, norm in zip(self._records, losses, norms, strict=True):
+                self._write(record, loss, norm, rate)
+            finite = [loss for loss in losses if math.isfinite(loss)]
+            self._say(self._records[-1], sum(finite) / len(finite) if finite else math.nan, norms[-1], seconds, rate)
         self._records = []
         return losses
 
@@ -147,24 +149,20 @@ class Metrics:
             if end is not None:
                 end.close()
 
-    def _losses(self) -> list[float]:
-        """Token-weighted loss of every pending step. Only last pipeline stages hold a sum, the others 0: adding over pp is exact."""
-        sums = torch.stack([record.loss_sum for record in self._records])
-        tokens = torch.stack([record.num_tokens for record in self._records])
-        total = comm.all_reduce(comm.all_reduce(sums, self._grid.dp), self._grid.pp)
-        return (total / tokens.clamp(min=1)).tolist()
-
     def _throughput(self, samples_per_s: float) -> dict[str, float]:
         tokens_per_s = samples_per_s * self._seq_length
         flops = tokens_per_s * self._flops_per_token / self._grid.world_size
         values = {"tokens_per_s": tokens_per_s, "tflops_per_rank": flops / 1e12}
         return values if self._peak is None else {**values, "mfu": flops / self._peak}
 
-    def _write(self, record: StepRecord, loss: float, rate: dict[str, float]) -> None:
-        values = {"loss": loss, "lr": record.lr, "grad_norm": record.grad_norm, **rate}
+    def _write(self, record: StepRecord, loss: float, norm: float, rate: dict[str, float]) -> None:
+        values = {"loss": loss, "lr": record.lr, "grad_norm": norm, **rate}
+        if record.loss_scale is not None:
+            values["loss_scale"] = record.loss_scale.item()
         if record.noise_scale is not None:
             values["noise_scale"] = record.noise_scale.item()
-        self._record({"step": record.step, "consumed_samples": record.consumed_samples, **values})
+        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._record({"step": record.step, "consumed_samples": record.consumed_samples, **plain})
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"train/{name}", value, record.step)
@@ -174,11 +172,11 @@ class Metrics:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
 
-    def _say(self, last: StepRecord, loss: float, seconds: float, rate: dict[str, float]) -> None:
+    def _say(self, last: StepRecord, loss: float, norm: float, seconds: float, rate: dict[str, float]) -> None:
         mfu = f" | MFU {rate['mfu']:.1%}" if "mfu" in rate else ""
         self._line(
             f"step {last.step}/{self._train_iters} | {last.consumed_samples:,} samples | loss {loss:.4f} | lr {last.lr:.3e} | "
-            f"grad norm {last.grad_norm:.3f} | "
+            f"grad norm {norm:.3f} | "
             f"{seconds * 1e3:.0f} ms/step | {rate['tokens_per_s']:,.0f} tokens/s | {rate['tflops_per_rank']:.3g} TFLOP/s/rank{mfu} | "
             f"memory {memory_gib(self._grid.device):.2f} GiB"
         )

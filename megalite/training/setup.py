@@ -23,7 +23,7 @@ from megalite.data_parallel import GradientSync, shard_stage
 from megalite.grid import Grid, GridShape
 from megalite.log import configure_logging, get_logger
 from megalite.model import GPTStage, materialize
-from megalite.optim import NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
+from megalite.optim import LossScale, NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
 from megalite.pipeline.from_config import evaluation_schedule, stage_specs, training_schedule
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
@@ -36,7 +36,9 @@ from megalite.training.launch import Launch, choose_device, init_distributed
 from megalite.training.metrics import Metrics
 from megalite.training.outputs import check_outputs
 from megalite.training.pipeline_trace import PipelineTrace
+from megalite.training.rewind import Rewind
 from megalite.training.state import TrainState
+from megalite.training.verdict import Guard
 from megalite.validate import validate
 
 __all__ = ["Run", "build_run"]
@@ -62,10 +64,14 @@ class Run:
     valid_loader: GlobalBatchLoader | None
     test_loader: GlobalBatchLoader | None
     metrics: Metrics
+    guard: Guard
+    rewind: Rewind | None
     trace: PipelineTrace | None
     noise_scale: NoiseScale | None
     state: TrainState
     checkpoint: Path | None = None
+    skipped_in_a_row: int = 0
+    num_autopsies: int = 0
 
     @property
     def full_config(self) -> RunConfig:
@@ -145,6 +151,8 @@ def build_run_on(
         valid_loader=loaders[1],
         test_loader=loaders[2],
         metrics=_build_metrics(config, grid),
+        guard=Guard(config.numerics, LossScale(config.numerics, grid.device), grid.device),
+        rewind=None if config.numerics.rewind_steps is None else Rewind(config.numerics.rewind_steps),
         trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
         noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
         state=TrainState(),

@@ -13,7 +13,20 @@ __all__ = ["TrainState"]
 
 @dataclass
 class TrainState:
-    """step counts optimizer updates that were made; consumed_samples counts training sequences that were used."""
+    """step counts steps; consumed_samples counts training sequences that were used. skipped_*: of these, the steps and samples that left
+    no update in the weights, because they were skipped or undone."""
 
     step: int = 0
     consumed_samples: int = 0
+    skipped_steps: int = 0
+    skipped_samples: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates in the weights, which the learning rate and AdamW's bias correction follow."""
+        return self.step - self.skipped_steps
+
+    @property
+    def useful_samples(self) -> int:
+        """Samples of these updates."""
+        return self.consumed_samples - self.skipped_samples
