@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.model.rms_norm import rms_norm
 from megalite.tensor_parallel.deferral import add_later
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, add_parameter, to_local
 
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         _add_norm_parameter(self, "weight", size, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.size,), add_later(to_local(self.weight), self.weight_grads), self.epsilon)
+        return rms_norm(x, add_later(to_local(self.weight), self.weight_grads), self.epsilon)
 
 
 class LayerNorm(nn.Module):
