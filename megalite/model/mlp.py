@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.model.recompute import droppable, forgetting
+from megalite.model.swiglu import swiglu
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
 from megalite.tensor_parallel.parameter import ParallelContext
 
@@ -32,10 +33,6 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
-
-
-def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,7 +80,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with forgetting(x):
             gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])
-        hidden = droppable(_silu_times, gate, up) if self.recompute_activation else _silu_times(gate, up)
+        hidden = droppable(swiglu, gate, up) if self.recompute_activation else swiglu(gate, up)
         with forgetting(hidden):
             return self.down_proj(hidden)
 

@@ -15,8 +15,11 @@ Legend: S sequence, B micro-batch, N heads, D head size, R rotated channels of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["Rotary", "Rotation", "rope_frequencies", "rotate"]
 
@@ -49,9 +52,33 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the first R channels of every head: [S, B, N, D] -> the same shape and type; the arithmetic is fp32."""
-    cos, sin = rotation
+    """Turn the first R channels of every head: [S, B, N, D] -> the same shape and type; the arithmetic is fp32.
+
+    Only the rotation is kept for backward.
+    """
+    return _Rotate.apply(x, *rotation)  # type: ignore[return-value]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grads[0], *ctx.saved_tensors, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """direction: 1, or -1 for the transposed map, which is the gradient's."""
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([part.to(x.dtype) for part in turned] + [x[..., 2 * half :]], dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    out = torch.empty_like(wide)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=direction)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = wide[..., 2 * half :]
+    return out.to(x.dtype)
