@@ -8,6 +8,7 @@ Decisions
   whose name ends with `_`. Functions whose name begins with `start_` return a `Pending` to wait for.
 - `record_comms(axes)` lists what was sent, as (operation, axis name, number of elements): the tables in the layers'
   docstrings are tests.
+- Over an axis of ranks that do not exist (`Axis.rehearsal`) everything is recorded and shaped, and nothing sent.
 - A failure names the operation, the axis, its ranks and what the run was doing.
 - torch renamed `all_gather_into_tensor` and `reduce_scatter_tensor` in 2.13; both names are tried here.
 """
@@ -90,6 +91,15 @@ def _named(axis: Axis, op: str) -> Iterator[None]:
         raise CommError(f"{op} over axis {axis.name} (ranks {_short(axis.ranks)}) failed during {axis.progress.doing}: {error}") from error
 
 
+def _start(axis: Axis, op: str, function: Callable[[], Any]) -> Sequence[Any]:
+    """Call `function`, which hands an operation to torch: the works to wait for. Over ranks that do not exist: none, and no call."""
+    if axis.is_rehearsal:
+        return ()
+    with _named(axis, op):
+        works = function()
+    return works if isinstance(works, list) else (works,)
+
+
 def _short(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
 
@@ -121,9 +131,8 @@ def start_all_reduce(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Pending:
         return Pending(axis, "all_reduce", x, ())
     _record(axis, "all_reduce", x)
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    with _named(axis, "all_reduce"):
-        work = dist.all_reduce(out, op=_REDUCE[op], group=axis.group, async_op=True)
-    return Pending(axis, "all_reduce", out, (work,))
+    works = _start(axis, "all_reduce", lambda: dist.all_reduce(out, op=_REDUCE[op], group=axis.group, async_op=True))
+    return Pending(axis, "all_reduce", out, works)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Tensor:
@@ -142,9 +151,8 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: ReduceName = "sum") -> Pending:
     if axis.size == 1:
         return Pending(axis, "all_reduce", x, ())
     _record(axis, "all_reduce", x)
-    with _named(axis, "all_reduce"):
-        work = dist.all_reduce(x, op=_REDUCE[op], group=axis.group, async_op=True)
-    return Pending(axis, "all_reduce", x, (work,))
+    works = _start(axis, "all_reduce", lambda: dist.all_reduce(x, op=_REDUCE[op], group=axis.group, async_op=True))
+    return Pending(axis, "all_reduce", x, works)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -154,9 +162,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     _record(axis, "all_gather", x)
     source = x.detach().contiguous()
     out = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
-    with _named(axis, "all_gather"):
-        work = _all_gather_single(out, source, group=axis.group, async_op=True)
-    return Pending(axis, "all_gather", out, (work,), keep=source)
+    works = _start(axis, "all_gather", lambda: _all_gather_single(out, source, group=axis.group, async_op=True))
+    return Pending(axis, "all_gather", out, works, keep=source)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -174,9 +181,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     _record(axis, "reduce_scatter", x)
     source = x.detach().contiguous()
     out = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
-    with _named(axis, "reduce_scatter"):
-        work = _reduce_scatter_single(out, source, group=axis.group, async_op=True)
-    return Pending(axis, "reduce_scatter", out, (work,), keep=source)
+    works = _start(axis, "reduce_scatter", lambda: _reduce_scatter_single(out, source, group=axis.group, async_op=True))
+    return Pending(axis, "reduce_scatter", out, works, keep=source)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -196,8 +202,8 @@ def all_to_all(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis) -> li
     source = torch.cat([part.detach().reshape(-1) for part in parts])
     _record(axis, "all_to_all", source)
     out = source.new_empty(sum(counts))
-    with _named(axis, "all_to_all"):
-        dist.all_to_all_single(out, source, list(counts), [part.numel() for part in parts], group=axis.group)
+    sizes = [part.numel() for part in parts]
+    _start(axis, "all_to_all", lambda: dist.all_to_all_single(out, source, list(counts), sizes, group=axis.group))
     return list(out.split(list(counts)))
 
 
@@ -207,8 +213,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
         return x
     _record(axis, "broadcast", x)
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    with _named(axis, "broadcast"):
-        dist.broadcast(out, src=axis.ranks[source], group=axis.group)
+    _start(axis, "broadcast", lambda: dist.broadcast(out, src=axis.ranks[source], group=axis.group))
     return out
 
 
@@ -227,8 +232,7 @@ def start_recv(buffer: Tensor, axis: Axis, source: int) -> Pending:
 def _transfer(function: Callable[..., Any], op: str, x: Tensor, axis: Axis, peer: int) -> Pending:
     # A batch of one: NCCL then uses the axis' own communicator instead of making (and warning about) one per pair of
     # ranks. gloo returns one work per operation and NCCL one for all: wait for each.
-    with _named(axis, op):
-        works = dist.batch_isend_irecv([dist.P2POp(function, x, axis.ranks[peer], group=axis.group)])
+    works = _start(axis, op, lambda: dist.batch_isend_irecv([dist.P2POp(function, x, axis.ranks[peer], group=axis.group)]))
     return Pending(axis, op, x, works, keep=x)
 
 

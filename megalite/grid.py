@@ -115,6 +115,15 @@ class Axis:
     group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
+    is_rehearsal: bool = False
+
+    @classmethod
+    def rehearsal(cls, name: str, size: int, rank: int = 0) -> Axis:
+        """An axis of ranks that do not exist: operations over it send nothing, and give results of the right shape without values.
+
+        For tensors without values (`planner.rehearsal`).
+        """
+        return cls(name, size, rank, tuple(range(size)), is_rehearsal=True)
 
     @classmethod
     def single(cls, name: str = "tp") -> Axis:

@@ -53,6 +53,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (add_later(to_local(p), self.weight_grads) for p in (self.weight, self.bias))
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            weight, bias = weight.float(), bias.float()  # beside 16-bit weights torch keeps 16-bit statistics for backward
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
 
 

@@ -68,7 +68,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grads[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1), None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

@@ -6,6 +6,8 @@ Decisions
   its tensor stays alive until the transfer is over. The program's order is proven free of deadlock even if sends were to block
   (pipeline/lowering.py), so looser behaviour cannot deadlock either; and because every rank starts its transfers in one common order,
   NCCL, which executes them in that order, cannot either.
+- gloo does not say that a send is over before it is waited for. So a rank waits for its oldest send before it starts one more than
+  `MOST_LEAVING`; otherwise it would keep every message of the step. That the order allows for sends that block is proven.
 - Stages on the same rank hand over the tensor itself.
 
 Legend: S sequence (this rank's share under sequence parallelism), B micro-batch, H hidden.
@@ -24,7 +26,10 @@ from megalite import comm
 from megalite.grid import Axis
 from megalite.pipeline.lowering import Transfer
 
-__all__ = ["Edge", "Letter", "Mailbox"]
+__all__ = ["MOST_LEAVING", "Edge", "Letter", "Mailbox"]
+
+MOST_LEAVING = 4
+"""Sends of a rank that may be under way at one time."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Mailbox:
         assert tuple(tensor.shape) == self._edge.shape and tensor.dtype == self._edge.dtype, (
             f"stage {transfer.source_stage} gives {tuple(tensor.shape)} {tensor.dtype}, the edge carries {self._edge}"
         )
-        while self._leaving and self._leaving[0].is_over():
-            self._leaving.popleft()
+        while self._leaving and (self._leaving[0].is_over() or len(self._leaving) == MOST_LEAVING):
+            self._leaving.popleft().wait()
         self._leaving.append(comm.start_send(tensor, self._pp, transfer.target_rank))
 
     def receive(self, transfer: Transfer) -> None:

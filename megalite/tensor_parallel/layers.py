@@ -212,8 +212,8 @@ class VocabParallelEmbedding(nn.Module):
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise DataError when a token is not in [0, vocab_size); only on the CPU, where looking does not stall the
-    device."""
-    if tokens.device.type != "cpu" or tokens.numel() == 0:
+    device, and not where tensors have no values (they are of a class of their own)."""
+    if tokens.device.type != "cpu" or tokens.numel() == 0 or type(tokens) is not Tensor:
         return
     low, high = (int(value) for value in tokens.aminmax())
     if low < 0 or high >= vocab_size:

@@ -101,7 +101,7 @@ def add_parameter(
     if shard_dim is not None:
         local_shape[shard_dim] = _split_evenly(f"dimension {shard_dim} of {name} {tuple(shape)}", shape[shard_dim], tp)
     value = torch.empty(local_shape, device=device, dtype=dtype)
-    if tp.size > 1:
+    if tp.size > 1 and not tp.is_rehearsal:
         assert tp.mesh is not None, f"axis {tp.name} has {tp.size} ranks but no mesh"
         placement = Replicate() if shard_dim is None else Shard(shard_dim)
         value = DTensor.from_local(value, tp.mesh, [placement], run_check=False)

@@ -11,6 +11,7 @@ reads it in the next step (`settle`), and before it evaluates, saves or ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ def _train(run: Run) -> list[float]:
         if run.rewind is not None and run.rewind.is_due(state.step):
             settle(run)
             run.rewind.keep(run)
-        run.metrics.add(train_step(run))
+        with nullcontext() if run.memory is None else run.memory.around_step(run):
+            run.metrics.add(train_step(run))
         is_end = state.step == train_iters
         if is_end or any(_is_due(state.step, every) for every in (config.train.eval_interval, save_interval)):
             settle(run)
@@ -67,6 +69,8 @@ def _train(run: Run) -> list[float]:
             losses += run.metrics.report()
             with run.metrics.pause():
                 save_run(run)
+    if run.memory is not None:
+        run.memory.finish(run.grid)
     return losses
 
 

@@ -19,24 +19,26 @@ from megalite.batch_sizes import BatchSizes
 from megalite.checkpoint import find_checkpoint, has_checkpoints, read_manifest
 from megalite.config import RunConfig
 from megalite.data.loader import GlobalBatchLoader
-from megalite.data_parallel import GradientSync, shard_stage
+from megalite.data_parallel import GradientSync
 from megalite.grid import Grid, GridShape
 from megalite.log import configure_logging, get_logger
-from megalite.model import GPTStage, materialize
+from megalite.model import GPTStage
 from megalite.optim import LossScale, NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
-from megalite.pipeline.from_config import evaluation_schedule, stage_specs, training_schedule
+from megalite.pipeline.from_config import evaluation_schedule, training_schedule
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
 from megalite.pipeline.runtime import PipelineRuntime, splits_backward
 from megalite.pipeline.verify import verify
-from megalite.tensor_parallel import LossSettings, ParallelContext, WeightGradQueue, fp8_product
+from megalite.tensor_parallel import WeightGradQueue
 from megalite.training.datasets import build_datasets, resolve_vocab_size
 from megalite.training.describe import describe
 from megalite.training.launch import Launch, choose_device, init_distributed
+from megalite.training.memory_report import MemoryReport
 from megalite.training.metrics import Metrics
 from megalite.training.outputs import check_outputs
 from megalite.training.pipeline_trace import PipelineTrace
 from megalite.training.rewind import Rewind
+from megalite.training.stages import build_stages, compute_dtype
 from megalite.training.state import TrainState
 from megalite.training.verdict import Guard
 from megalite.validate import validate
@@ -68,6 +70,7 @@ class Run:
     rewind: Rewind | None
     trace: PipelineTrace | None
     noise_scale: NoiseScale | None
+    memory: MemoryReport | None
     state: TrainState
     checkpoint: Path | None = None
     skipped_in_a_row: int = 0
@@ -155,60 +158,13 @@ def build_run_on(
         rewind=None if config.numerics.rewind_steps is None else Rewind(config.numerics.rewind_steps),
         trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
         noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
+        memory=MemoryReport.predict(config, full_program, grid) if config.memory.memory_report else None,
         state=TrainState(),
         checkpoint=checkpoint,
     )
     run.runtime.clock = None if run.trace is None else run.trace.clock
     describe(run)
     return run
-
-
-def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: WeightGradQueue | None = None) -> dict[int, GPTStage]:
-    """This rank's stages, materialised unit by unit and sharded over data parallelism. weight_grads: for programs that split backwards.
-
-    Raises ConfigError where fp8 is asked for and cannot be had.
-    """
-    schedule = program.schedule
-    specs = stage_specs(config, schedule)
-    fp8 = config.numerics.fp8
-    context = ParallelContext(
-        tp=grid.tp,
-        sequence_parallel=config.parallel.use_sequence_parallel,
-        device="meta",
-        weight_grads=weight_grads,
-        product=None if fp8 is None else fp8_product(fp8, grid.device),
-    )
-    stages = {}
-    for number in schedule.stages_of(grid.pp.rank):
-        stage = GPTStage(
-            config.model,
-            specs[number],
-            context,
-            num_stages=schedule.num_stages,
-            seed=config.train.seed,
-            loss=_loss_settings(config),
-            memory=config.memory,
-        )
-        shard_stage(
-            stage,
-            stage.units(),
-            grid,
-            zero=config.zero,
-            compute_dtype=compute_dtype(config),
-            reduce_dtype=torch.bfloat16 if config.numerics.grad_reduce_in_bf16 else torch.float32,
-            materialize=lambda prefix, module: materialize(module, prefix, grid.device, config.train.seed),
-        )
-        stages[number] = stage
-    return stages
-
-
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.numerics.precision]
-
-
-def _loss_settings(config: RunConfig) -> LossSettings:
-    numerics = config.numerics
-    return LossSettings(chunk_tokens=config.memory.loss_chunk_tokens, label_smoothing=numerics.label_smoothing, z_loss=numerics.z_loss)
 
 
 def _edge(config: RunConfig, grid: Grid) -> Edge:

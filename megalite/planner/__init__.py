@@ -1,0 +1,1 @@
+"""Predictions before a launch: the memory of each rank."""
