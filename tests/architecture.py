@@ -45,6 +45,7 @@ LEVELS = {
     "megalite.grid": 1,
     "megalite.log": 1,
     "megalite.comm": 2,
+    "megalite.comm_check": 2,
     "megalite.tensor_parallel": 4,
     "megalite.data": 4,
     "megalite.model": 5,

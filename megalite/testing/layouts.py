@@ -16,7 +16,10 @@ WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved-1f1b")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One row of the matrix. zero is 0 where dp is 1, sequence_parallel False where tp is 1, schedule 1f1b where pp is 1."""
+    """One row of the matrix. zero is 0 where dp is 1, sequence_parallel False where tp is 1, schedule 1f1b where pp is 1.
+
+    replicas: copies of a sharded model (hybrid sharding).
+    """
 
     tp: int = 1
     pp: int = 1
@@ -25,19 +28,21 @@ class Layout:
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     tied: bool = False
+    replicas: int = 1
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
     @property
-    def arithmetic(self) -> tuple[int, int, int, bool, bool]:
+    def arithmetic(self) -> tuple[int, int, int, int, bool, bool]:
         """Layouts that agree in this must agree bit for bit: pp and schedule only change who computes, and when."""
-        return self.tp, self.dp, self.zero, self.sequence_parallel, self.tied
+        return self.tp, self.dp, self.replicas, self.zero, self.sequence_parallel, self.tied
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp} pp{self.pp} dp{self.dp}"]
         parts += [f"zero{self.zero}"] if self.dp > 1 else []
+        parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         parts += [self.schedule] if self.pp > 1 else []
         parts += ["sp" if self.sequence_parallel else "no sp"] if self.tp > 1 else []
         return " ".join([*parts, "tied" if self.tied else "untied"])
@@ -55,6 +60,7 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             data_parallel_sharding_strategy=SHARDING_STRATEGIES[self.zero],
+            data_parallel_replicate_size=self.replicas,
             sequence_parallel=self.sequence_parallel,
             pipeline_schedule=self.schedule,
             num_virtual_stages_per_pipeline_rank=self.num_chunks,

@@ -17,6 +17,7 @@ import torch
 from megalite import comm
 from megalite.batch_sizes import BatchSizes
 from megalite.checkpoint import find_checkpoint, has_checkpoints, read_manifest
+from megalite.comm_check import check_sums
 from megalite.config import RunConfig
 from megalite.data.loader import GlobalBatchLoader
 from megalite.data_parallel import GradientSync
@@ -110,6 +111,7 @@ def build_run(config: RunConfig, launch: Launch) -> Run:
     if not torch.distributed.is_initialized():
         init_distributed(launch, device, timeout)
     grid = Grid.build(GridShape(**config.grid_sizes(launch.world_size)), device, timeout)
+    check_sums([grid.tp, grid.dp_shard, grid.dp_replicate, grid.pp], device)
     checkpoint = _find_checkpoint(config, grid)
     return build_run_on(config, grid, train_programs, eval_program, checkpoint)
 

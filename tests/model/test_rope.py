@@ -82,7 +82,7 @@ def seen_rotations(stage: torch.nn.Module) -> list[tuple[torch.dtype, Rotation]]
     return seen
 
 
-def test_a_bf16_cast_of_the_module_does_not_reach_the_angles() -> None:
+def test_requirement_63_a_bf16_cast_of_the_module_does_not_reach_the_angles() -> None:
     stage, batch = tiny_stages(tiny_config())[0], tiny_batch()
     expected = Rotary(6, 10000.0)(batch.position_ids)
     stage(None, batch)  # fills whatever it may keep
@@ -105,7 +105,7 @@ def rotations_under_fsdp() -> tuple[list[tuple[torch.dtype, Rotation]], torch.dt
     return seen, loss.dtype
 
 
-def test_mixed_precision_does_not_reach_the_angles() -> None:
+def test_requirement_63_mixed_precision_does_not_reach_the_angles() -> None:
     expected = Rotary(6, 10000.0)(tiny_batch().position_ids)
     for seen, loss_dtype in run_ranks(rotations_under_fsdp, 2):
         assert loss_dtype == torch.float32
