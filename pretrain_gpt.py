@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 
-def main() -> int:
+def main() -> int | None:
     from megalite.cli import parse_and_validate  # settings are read and checked before torch is imported
 
     config = parse_and_validate(sys.argv[1:], prog="pretrain_gpt.py", description=__doc__ or "")
@@ -18,8 +18,7 @@ def main() -> int:
 
     launch = Launch.from_environment()
     with guard(launch):
-        run_training(config, launch)
-    return 0
+        return run_training(config, launch)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ ALIASES: Mapping[str, Alias] = {
     "use_rotary_position_embeddings": Alias("position_embedding_type", {True: "rope"}),
     "group_query_attention": Alias("num_query_groups", implied=True),
     "persistent_save_interval": Alias("save_interval"),
+    "finetune": Alias("load_weights_only", {True: True, False: False}),
     "sentencepiece_model": Alias("tokenizer_model"),
     # Megatron's values of a setting that keeps its name: what is not listed stays as it is
     "tokenizer_type": Alias(

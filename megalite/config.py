@@ -19,6 +19,7 @@ from megalite.config_io import read_sections, read_toml, write_toml
 from megalite.config_model import ModelConfig
 from megalite.config_numerics import MemoryConfig, NumericsConfig
 from megalite.config_optim import OptimConfig
+from megalite.config_output import OutputConfig
 from megalite.errors import ConfigError
 
 __all__ = [
@@ -114,24 +115,6 @@ class TrainConfig:
     """Where to compute; auto: CUDA where there is one."""
     distributed_timeout_minutes: float = 10.0
     """A collective that takes longer ends the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """Where results go."""
-
-    save: str | None = None
-    """Folder for checkpoints, metrics and config.toml; a checkpoint is written at the end."""
-    load: str | None = None
-    """Folder to resume from: a --save folder (its newest checkpoint) or one checkpoint; not set: start at step 0."""
-    save_interval: int | None = None
-    """Steps between checkpoints."""
-    tensorboard_dir: str | None = None
-    """Folder for TensorBoard."""
-    metrics_file: str | None = None
-    """JSON-lines file of metrics; not set: metrics.jsonl in the --save folder."""
-    trace_pipeline: str | None = None
-    """File for the measured pipeline timeline, which tools/draw_schedule.py --trace draws."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ Decisions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.errors import ConfigError
 
-__all__ = ["AXES", "Axis", "Grid", "GridShape", "Progress"]
+__all__ = ["AXES", "Axis", "Grid", "GridShape", "Progress", "twin_axis"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -195,6 +195,11 @@ class Grid:
             world=axis("world", list(range(world_size)), dist.group.WORLD),  # type: ignore[arg-type]
             **axes,
         )
+
+
+def twin_axis(axis: Axis, timeout: timedelta | None = None) -> Axis:
+    """The same ranks with a process group of their own, for work beside training's. Collective over the axis."""
+    return replace(axis, name=f"{axis.name} (beside training)", group=_line_group(axis.ranks, timeout), progress=Progress())
 
 
 def _line_group(line: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:

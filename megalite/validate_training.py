@@ -128,6 +128,15 @@ def output_violations(config: RunConfig) -> list[str]:
     found = []
     if output.save_interval is not None and output.save is None:
         found.append(f"save_interval {output.save_interval} is set, but there is no folder to save to: set --save DIR")
+    for name in ("async_save", "keep_last", "keep_every"):
+        if getattr(output, name) and output.save is None:
+            found.append(f"{name} is set, but there is no folder to save to: set --save DIR")
+    if output.keep_every is not None and output.keep_last is None:
+        found.append(f"keep_every {output.keep_every} is set, but all checkpoints are kept: set --keep-last too, or leave it out")
+    if output.load is None and output.load_weights_only:
+        found.append("load_weights_only is set, but nothing is loaded: set --load DIR")
+    if output.exit_duration_in_mins is not None and output.exit_duration_in_mins <= 0:
+        found.append(f"exit_duration_in_mins is {output.exit_duration_in_mins:g}: it must be above 0")
     if train.eval_interval is not None and config.data.has_own_splits and not config.data.valid_data_path:
         found.append(f"eval_interval {train.eval_interval} is set, but there is no validation data: set --valid-data-path")
     if train.eval_interval is not None and config.data.data_path and _no_validation(config.data.split):

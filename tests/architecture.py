@@ -28,6 +28,7 @@ CONFIGURATION_FILES = (
     "config_multipliers",
     "config_numerics",
     "config_optim",
+    "config_output",
     "presets",
     "validate",
     "validate_memory",

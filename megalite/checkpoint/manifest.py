@@ -23,7 +23,8 @@ MANIFEST_NAME = "manifest.json"
 class Manifest:
     """step: steps made; consumed_samples: position in the data; numerics: {"skipped_steps", "skipped_samples", and what the guard keeps
     (loss scale, last losses and norms)}; config: the run's resolved configuration;
-    tensors: {logical name: {"shape": [...], "dtype": "float32"}}; layout: how the writer was laid out (information only);
+    tensors: {logical name: {"shape": [...], "dtype": "float32", "hash": ...}} (hash: of the content, `hashes.py`; older
+    checkpoints have none); made_of: the checkpoints that a tool made this one of; layout: how the writer was laid out (information only);
     versions: of torch and megalite; files: {file name: {"size": bytes, "crc32": ...}} of the files beside the manifest (`files.py`)."""
 
     step: int
@@ -34,6 +35,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     numerics: dict[str, Any] = field(default_factory=dict)
+    made_of: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megalite import comm
 from megalite.checkpoint.files import check_contents, describe_files, size_problems
+from megalite.checkpoint.hashes import content_hashes, with_hashes
+from megalite.checkpoint.lazy import LazyPlanner
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, sync_directory, write_atomically
 from megalite.errors import CheckpointError
 from megalite.grid import Axis
@@ -38,7 +40,9 @@ __all__ = [
     "load_tensors",
     "newest_checkpoint",
     "save_checkpoint",
+    "step_directories",
     "step_directory",
+    "step_of",
 ]
 
 _LATEST = "latest"
@@ -51,22 +55,42 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / f"{_PREFIX}{step:07d}"
 
 
-def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: Axis) -> Path:
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a `step_directory`."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def save_checkpoint(
+    directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: Axis, *, planner: LazyPlanner | None = None
+) -> Path:
     """Write one checkpoint below `directory` and return its path. Collective over `world`.
 
     tensors: this rank's part under logical names; several ranks may hold the same tensor, which is then written once.
+    planner: makes the values of `tensors`, which are on the meta device then, one after another while they are written.
     Raises CheckpointError; checkpoints that were there before are not touched.
     """
     target = step_directory(directory, manifest.step)
     temporary = directory / f".{target.name}.tmp"
     _on_first_rank(world, lambda: _make_empty(temporary), f"cannot make {temporary}")
     try:
-        dcp.save(dict(tensors), checkpoint_id=str(temporary))
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"saving {target} failed: {_reasons(error)}") from error
-    manifest = replace(manifest, files=describe_files(temporary, world))
-    _on_first_rank(world, lambda: _publish(temporary, target, manifest), f"cannot finish {target}")
+        _write(temporary, target, tensors, manifest, world, planner)
+    except CheckpointError:
+        if world.is_first:  # every rank has failed, so none writes any more
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return target
+
+
+def _write(
+    temporary: Path, target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: Axis, planner: LazyPlanner | None
+) -> None:
+    try:
+        dcp.save(dict(tensors), checkpoint_id=str(temporary), process_group=world.group, planner=planner)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"saving {target} failed: {_reasons(error)}; older checkpoints are as they were") from error
+    hashed = with_hashes(manifest.tensors, content_hashes(tensors, world) if planner is None else planner.hashes)
+    manifest = replace(manifest, tensors=hashed, files=describe_files(temporary, world))
+    _on_first_rank(world, lambda: _publish(temporary, target, manifest), f"cannot finish {target}")
 
 
 def _make_empty(directory: Path) -> None:
@@ -105,13 +129,31 @@ def _on_first_rank(world: Axis, action: Callable[[], T], failure: str) -> T:
     return value
 
 
-def find_checkpoint(path: Path, world: Axis) -> Path:
-    """`newest_checkpoint` as the first rank sees it. Collective over `world`. Raises CheckpointError on every rank."""
-    return _on_first_rank(world, lambda: newest_checkpoint(path), f"cannot read {path}")
+def find_checkpoint(path: Path, world: Axis, *, on_damage: str = "stop") -> Path:
+    """`newest_checkpoint` as the first rank sees it, with the contents that were written. Collective over `world`.
+
+    on_damage: "older" passes over a checkpoint with changed bytes, with a warning. Raises CheckpointError on every rank: where there is
+    no checkpoint left, or with "stop" for a damaged one, naming its files and the one that could be taken instead.
+    """
+    damaged: list[Path] = []
+    while True:
+        found = _on_first_rank(world, lambda: newest_checkpoint(path, passed_over=damaged), f"cannot read {path}")
+        try:
+            check_contents(found, read_manifest(found).files, world)
+        except CheckpointError as error:
+            older = [one for one in complete_checkpoints(path) if one not in (*damaged, found)] if found != path else []
+            if on_damage == "stop" or not older:
+                instead = f"; {older[0]} is older and complete: --load it, or --on-damaged-checkpoint older" if older else ""
+                raise CheckpointError(f"{error}{instead}") from error
+            get_logger().warning(f"passed over {found}: {error}")
+            damaged.append(found)
+            continue
+        return found
 
 
-def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest complete one below it; says which were passed over.
+def newest_checkpoint(path: Path, passed_over: Sequence[Path] = ()) -> Path:
+    """The checkpoint that `path` means: itself, or the newest complete one below it that is not in `passed_over`; says which were
+    incomplete.
 
     Raises CheckpointError when there is none.
     """
@@ -119,7 +161,7 @@ def newest_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path} is not a directory; --load takes a checkpoint or the directory that --save was given")
     if _is_one(path):
         return path
-    candidates = _step_directories(path)
+    candidates = [candidate for candidate in step_directories(path) if candidate not in passed_over]
     for candidate in candidates:
         problem = _incomplete(candidate)
         if problem is None:
@@ -131,7 +173,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 def has_checkpoints(path: Path) -> bool:
     """Whether there is anything at `path` that looks like a checkpoint, complete or not."""
-    return path.is_dir() and (_is_one(path) or bool(_step_directories(path)))
+    return path.is_dir() and (_is_one(path) or bool(step_directories(path)))
 
 
 def _is_one(path: Path) -> bool:
@@ -141,11 +183,14 @@ def _is_one(path: Path) -> bool:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints below `directory`, newest first; none where it does not exist."""
-    return [candidate for candidate in _step_directories(directory) if _incomplete(candidate) is None]
+    return [candidate for candidate in step_directories(directory) if _incomplete(candidate) is None]
 
 
-def _step_directories(directory: Path) -> list[Path]:
-    """Newest first. Numbers are compared as numbers: the eighth digit makes a name longer, not smaller."""
+def step_directories(directory: Path) -> list[Path]:
+    """Checkpoints below `directory`, complete or not, newest first.
+
+    Numbers are compared as numbers: the eighth digit makes a name longer, not smaller.
+    """
     found = [entry for entry in directory.glob(f"{_PREFIX}*") if entry.is_dir() and entry.name[len(_PREFIX) :].isdecimal()]
     return sorted(found, key=lambda entry: int(entry.name[len(_PREFIX) :]), reverse=True)
 
@@ -168,11 +213,14 @@ def _mention_latest(directory: Path, taken: Path) -> None:
         get_logger().warning(f"{directory / _LATEST} names {latest}, but {taken.name} is the newest complete checkpoint and is taken")
 
 
-def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, world: Axis, ignore: tuple[str, ...] = ()) -> None:
+def load_tensors(
+    checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, world: Axis, ignore: tuple[str, ...] = (), is_checked: bool = False
+) -> None:
     """Fill `tensors` in place from `checkpoint`. Collective over `world`.
 
     All ranks of a pipeline line together must name exactly the tensors of the checkpoint, except those whose names begin with one of
-    `ignore`. Raises CheckpointError with all differences, or naming the files that are damaged.
+    `ignore`. is_checked: the contents of the files were compared with the manifest already.
+    Raises CheckpointError with all differences, or naming the files that are damaged.
     """
     manifest = read_manifest(checkpoint)
     wanted: dict[str, dict] = {}
@@ -180,11 +228,15 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], *, pp: Axis, w
         wanted.update(part)
     stored = {name: facts for name, facts in manifest.tensors.items() if not name.startswith(ignore)}
     differences = _differences(wanted, stored)
+    if stored.keys() == {name for name in wanted if not name.startswith("optimizer.")} != wanted.keys():
+        remedy = "--load-weights-only takes the weights and starts with a fresh optimizer"
+        raise CheckpointError(f"{checkpoint} holds no optimizer state: {remedy}")
     if differences:
         hidden = len(differences) - _MOST_SHOWN
         listed = "\n  ".join(differences[:_MOST_SHOWN] + ([f"... {hidden} more"] if hidden > 0 else []))
         raise CheckpointError(f"{checkpoint} does not fit this model in {len(differences)} places:\n  {listed}")
-    check_contents(checkpoint, manifest.files, world)
+    if not is_checked:
+        check_contents(checkpoint, manifest.files, world)
     try:
         dcp.load(dict(tensors), checkpoint_id=str(checkpoint))
     except (CheckpointException, OSError, RuntimeError) as error:

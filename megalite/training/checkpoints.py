@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megalite import __version__, comm
-from megalite.checkpoint import Manifest, find_checkpoint, load_tensors, read_manifest, save_checkpoint
+from megalite.checkpoint import Manifest, find_checkpoint, load_tensors, prune, read_manifest, save_checkpoint
 from megalite.checkpoint.store import describe
 from megalite.errors import CheckpointError
 from megalite.grid import AXES
@@ -19,12 +19,31 @@ from megalite.training.changes import changed_settings, model_conflicts
 from megalite.training.setup import Run
 from megalite.training.tensors import run_tensors
 
-__all__ = ["load_run", "save_run"]
+__all__ = ["finish_saving", "load_run", "save_run"]
 
 
-def save_run(run: Run) -> Path:
-    """Save below `output.save`. Collective."""
-    assert run.config.output.save is not None
+def save_run(run: Run) -> None:
+    """Save below `output.save`, or begin to where saves are made in the background. Collective.
+
+    Raises CheckpointError for a save that failed, this one or the one in the background before it, unless the run is to go on.
+    """
+    try:
+        _save(run)
+    except CheckpointError as error:
+        if run.config.output.on_save_failure == "stop":
+            raise
+        get_logger().warning(f"{error}; training goes on without this checkpoint (--on-save-failure continue)")
+
+
+def finish_saving(run: Run) -> None:
+    """Wait for a save in the background. Collective. Raises CheckpointError where it failed: nothing comes after it."""
+    if run.saver is not None:
+        run.saver.wait()
+
+
+def _save(run: Run) -> None:
+    output = run.config.output
+    assert output.save is not None
     run.grid.progress.doing = f"saving after step {run.state.step}"
     tensors = run_tensors(run)
     named = {name: describe(tensor) for name, tensor in tensors.items()}
@@ -40,23 +59,39 @@ def save_run(run: Run) -> Path:
         numerics={"skipped_steps": run.state.skipped_steps, "skipped_samples": run.state.skipped_samples, **run.guard.state()},
         versions={"torch": torch.__version__, "megalite": __version__},
     )
-    path = save_checkpoint(Path(run.config.output.save), tensors, manifest, run.grid.world)
+    if run.saver is None:
+        _saved(run, save_checkpoint(Path(output.save), tensors, manifest, run.grid.world))
+    else:
+        run.saver.start(Path(output.save), tensors, manifest, lambda path: _saved(run, path))
+
+
+def _saved(run: Run, path: Path) -> None:
+    """Announce a complete checkpoint, and delete what it has made expendable. In every rank; perhaps beside training."""
     get_logger().info(f"saved {path}")
-    return path
+    output = run.config.output
+    if output.keep_last is None or not run.grid.world.is_first:
+        return
+    try:
+        removed = prune(path.parent, output.keep_last, output.keep_every)
+    except OSError as error:
+        get_logger().warning(f"an older checkpoint cannot be deleted: {error}")
+        return
+    if removed:
+        get_logger().info(f"deleted {', '.join(old.name for old in removed)}")
 
 
 def load_run(run: Run, path: Path) -> None:
     """Fill a freshly built run from a checkpoint of any layout. Collective. Raises CheckpointError."""
-    checkpoint = find_checkpoint(path, run.grid.world)
+    checkpoint = find_checkpoint(path, run.grid.world, on_damage=run.config.output.on_damaged_checkpoint)
     run.grid.progress.doing = f"loading {checkpoint}"
     manifest = read_manifest(checkpoint)
+    if run.config.output.load_weights_only:
+        _load_weights(run, checkpoint, manifest)
+        return
     _check_position(run, manifest)
     tensors = run_tensors(run)
-    load_tensors(checkpoint, tensors, pp=run.grid.pp, world=run.grid.world)
-    conflicts = model_conflicts(manifest.config, run.config.model)
-    if conflicts:
-        listed = "\n  ".join(conflicts)
-        raise CheckpointError(f"{checkpoint} is another model, although its tensors fit; use the checkpoint's settings:\n  {listed}")
+    load_tensors(checkpoint, tensors, pp=run.grid.pp, world=run.grid.world, is_checked=True)
+    _check_model(run, checkpoint, manifest)
     run.state.step, run.state.consumed_samples = manifest.step, manifest.consumed_samples
     numerics = dict(manifest.numerics)
     run.state.skipped_steps, run.state.skipped_samples = numerics.pop("skipped_steps", 0), numerics.pop("skipped_samples", 0)
@@ -67,6 +102,20 @@ def load_run(run: Run, path: Path) -> None:
     changes = changed_settings(manifest.config, run.full_config.to_dict())
     if changes:
         get_logger().info("changed since then: " + ", ".join(changes))
+
+
+def _load_weights(run: Run, checkpoint: Path, manifest: Manifest) -> None:
+    weights = {name: tensor for name, tensor in run_tensors(run).items() if name.startswith("model.")}
+    load_tensors(checkpoint, weights, pp=run.grid.pp, world=run.grid.world, ignore=("optimizer.",), is_checked=True)
+    _check_model(run, checkpoint, manifest)
+    get_logger().info(f"loaded the weights of {checkpoint}; optimizer, data and step begin anew")
+
+
+def _check_model(run: Run, checkpoint: Path, manifest: Manifest) -> None:
+    conflicts = model_conflicts(manifest.config, run.config.model)
+    if conflicts:
+        listed = "\n  ".join(conflicts)
+        raise CheckpointError(f"{checkpoint} is another model, although its tensors fit; use the checkpoint's settings:\n  {listed}")
 
 
 def _check_position(run: Run, manifest: Manifest) -> None:

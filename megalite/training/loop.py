@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from megalite import comm
 from megalite.data.batch import MicroBatch
 from megalite.data.loader import GlobalBatchLoader
 from megalite.errors import NumericsError
+from megalite.log import get_logger
 from megalite.optim import check_replicas, clip_grads_, grad_squares, lr_at, norm_of
 from megalite.training.aftermath import settle
-from megalite.training.checkpoints import save_run
+from megalite.training.checkpoints import finish_saving, save_run
 from megalite.training.gradients import accumulate_gradients
 from megalite.training.metrics import StepRecord
 from megalite.training.setup import Run
@@ -48,29 +50,45 @@ def _train(run: Run) -> list[float]:
             run.rewind.keep(run)
         with nullcontext() if run.memory is None else run.memory.around_step(run):
             run.metrics.add(train_step(run))
-        is_end = state.step == train_iters
-        if is_end or any(_is_due(state.step, every) for every in (config.train.eval_interval, save_interval)):
+        is_end, is_stop = state.step == train_iters, run.stop.poll(state.step)
+        if is_end or is_stop or any(_is_due(state.step, every) for every in (config.train.eval_interval, save_interval)):
             settle(run)
         if _is_due(state.step, config.numerics.check_replicas_interval):
             _check_replicas(run)
-        if is_end or state.step % config.train.log_interval == 0:
+        if is_end or is_stop or state.step % config.train.log_interval == 0:
             losses += run.metrics.report()
             if run.trace is not None:
                 run.trace.flush()
-        if run.valid_loader is not None and (is_end or _is_due(state.step, config.train.eval_interval)):
-            losses += run.metrics.report()
-            with run.metrics.pause():
-                run.metrics.report_evaluation(state.step, evaluate(run, run.valid_loader))
-        if run.test_loader is not None and is_end:
-            losses += run.metrics.report()
-            with run.metrics.pause():
-                run.metrics.report_evaluation(state.step, evaluate(run, run.test_loader), "test")
-        if config.output.save is not None and (is_end or _is_due(state.step, save_interval)):
+        losses += _evaluate_if_due(run, is_end)
+        is_stop = run.stop.reason is not None  # also while evaluating
+        if config.output.save is not None and (is_end or is_stop or _is_due(state.step, save_interval)):
             losses += run.metrics.report()
             with run.metrics.pause():
                 save_run(run)
+        if is_stop and not is_end:
+            get_logger().info(f"stopping after step {state.step}: {run.stop.reason}")
+            break
+    run.stop.finish()
+    finish_saving(run)
     if run.memory is not None:
         run.memory.finish(run.grid)
+    return losses
+
+
+def _evaluate_if_due(run: Run, is_end: bool) -> list[float]:
+    """Validation every `eval_interval` steps and at the end, test at the end. Returns losses of steps that were not reported yet."""
+    losses: list[float] = []
+    due: list[tuple[GlobalBatchLoader | None, Literal["valid", "test"]]] = []
+    due += [(run.valid_loader, "valid")] if is_end or _is_due(run.state.step, run.config.train.eval_interval) else []
+    due += [(run.test_loader, "test")] if is_end else []
+    for loader, name in due:
+        if loader is None or run.stop.reason is not None:
+            continue
+        losses += run.metrics.report()
+        with run.metrics.pause():
+            loss = evaluate(run, loader)
+            if run.stop.reason is None:
+                run.metrics.report_evaluation(run.state.step, loss, name)
     return losses
 
 
@@ -114,7 +132,10 @@ def train_step(run: Run) -> StepRecord:
 
 
 def evaluate(run: Run, loader: GlobalBatchLoader) -> float:
-    """Sum of losses over sum of tokens on the loader's first samples: the same ones every time, the same value on every rank."""
+    """Sum of losses over sum of tokens on the loader's first samples: the same ones every time, the same value on every rank.
+
+    Of fewer samples where the run is asked to stop meanwhile.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=run.grid.device)
     _set_training(run, False)
     for batch in range(run.config.train.eval_iters):
@@ -123,6 +144,8 @@ def evaluate(run: Run, loader: GlobalBatchLoader) -> float:
         tokens = torch.stack([microbatch.loss_mask.sum() for microbatch in microbatches]).sum()
         loss_sum = run.runtime.evaluate(run.eval_program, microbatches)
         total += torch.stack([loss_sum.double(), tokens.double() if run.has_head else torch.zeros_like(total[0])])
+        if run.stop.poll():
+            break
     _set_training(run, True)
     total = comm.all_reduce(comm.all_reduce(total, run.grid.dp), run.grid.pp)
     return (total[0] / total[1].clamp(min=1)).item()

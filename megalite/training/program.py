@@ -17,15 +17,16 @@ from megalite.training.setup import Run, build_run
 __all__ = ["run_training"]
 
 
-def run_training(config: RunConfig, launch: Launch) -> list[float]:
-    """Train to the last step. Collective. Returns the losses of the steps made here. Raises MegaliteError subclasses."""
+def run_training(config: RunConfig, launch: Launch) -> int:
+    """Train to the last step, or until the run is asked to stop. Collective. Returns the exit code (`stop`). Raises MegaliteError subclasses."""
     run = build_run(config, launch)
     try:
         if run.checkpoint is not None:
             load_run(run, run.checkpoint)
         _prepare_save_folder(run)
         begin, began_at = time.perf_counter(), run.state.step
-        losses = train(run)
+        with run.stop.signals():
+            train(run)
     except Exception as error:
         error.add_note(f"(during {run.grid.progress.doing})")
         failed = library_comm_error(error, run.grid)
@@ -42,7 +43,7 @@ def run_training(config: RunConfig, launch: Launch) -> list[float]:
     else:
         minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
         get_logger().info(f"done: {run.state.step} steps, {run.state.consumed_samples} samples, {minutes} min {seconds} s")
-    return losses
+    return run.stop.exit_code
 
 
 def _prepare_save_folder(run: Run) -> None:

@@ -16,12 +16,12 @@ import torch
 
 from megalite import comm
 from megalite.batch_sizes import BatchSizes
-from megalite.checkpoint import find_checkpoint, has_checkpoints, read_manifest
+from megalite.checkpoint import BackgroundSaver, find_checkpoint, has_checkpoints, read_manifest
 from megalite.comm_check import check_sums
 from megalite.config import RunConfig
 from megalite.data.loader import GlobalBatchLoader
 from megalite.data_parallel import GradientSync
-from megalite.grid import Grid, GridShape
+from megalite.grid import Grid, GridShape, twin_axis
 from megalite.log import configure_logging, get_logger
 from megalite.model import GPTStage
 from megalite.optim import LossScale, NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
@@ -41,6 +41,7 @@ from megalite.training.pipeline_trace import PipelineTrace
 from megalite.training.rewind import Rewind
 from megalite.training.stages import build_stages, compute_dtype
 from megalite.training.state import TrainState
+from megalite.training.stop import Stop
 from megalite.training.verdict import Guard
 from megalite.validate import validate
 
@@ -72,6 +73,8 @@ class Run:
     trace: PipelineTrace | None
     noise_scale: NoiseScale | None
     memory: MemoryReport | None
+    saver: BackgroundSaver | None
+    stop: Stop
     state: TrainState
     checkpoint: Path | None = None
     skipped_in_a_row: int = 0
@@ -141,7 +144,7 @@ def build_run_on(
     stages = build_stages(config, grid, full_program, weight_grads)
     parameters = collect_parameters(stages.values())
     optimizer = Optimizer(parameters, config.optim, grid)
-    loaders = _build_loaders(config, grid, _position(checkpoint))
+    loaders = _build_loaders(config, grid, _position(None if config.output.load_weights_only else checkpoint))
     run = Run(
         config=config,
         grid=grid,
@@ -161,6 +164,8 @@ def build_run_on(
         trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
         noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
         memory=MemoryReport.predict(config, full_program, grid) if config.memory.memory_report else None,
+        saver=BackgroundSaver(twin_axis(grid.world)) if config.output.async_save else None,
+        stop=Stop(config.output, grid.world),
         state=TrainState(),
         checkpoint=checkpoint,
     )
@@ -183,7 +188,7 @@ def _find_checkpoint(config: RunConfig, grid: Grid) -> Path | None:
     if output.load == output.save and comm.broadcast_object(not has_checkpoints(Path(output.load)), grid.world):
         get_logger().info(f"{output.load} holds no checkpoint yet: starting from step 0")
         return None
-    return find_checkpoint(Path(output.load), grid.world)
+    return find_checkpoint(Path(output.load), grid.world, on_damage=output.on_damaged_checkpoint)
 
 
 def _position(checkpoint: Path | None) -> TrainState:
