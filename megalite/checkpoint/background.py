@@ -38,9 +38,9 @@ class BackgroundSaver:
     def start(self, directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, done: Callable[[Path], None]) -> None:
         """Copy, and begin to write. Collective. done(path): called in the thread of every rank once the checkpoint is complete.
 
-        Raises CheckpointError where the save before this one failed; this one is then not begun.
+        `wait` comes first.
         """
-        self.wait()
+        assert self._thread is None, "one save is under way at a time"
         self._copy(tensors)
         arguments = (directory, dict(self._copies), manifest, done)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)

@@ -27,12 +27,13 @@ def save_run(run: Run) -> None:
 
     Raises CheckpointError for a save that failed, this one or the one in the background before it, unless the run is to go on.
     """
-    try:
-        _save(run)
-    except CheckpointError as error:
-        if run.config.output.on_save_failure == "stop":
-            raise
-        get_logger().warning(f"{error}; training goes on without this checkpoint (--on-save-failure continue)")
+    for action in (finish_saving, _save):  # the end of the save before, then this one
+        try:
+            action(run)
+        except CheckpointError as error:
+            if run.config.output.on_save_failure == "stop":
+                raise
+            get_logger().warning(f"{error}; training goes on without this checkpoint (--on-save-failure continue)")
 
 
 def finish_saving(run: Run) -> None:

@@ -78,11 +78,10 @@ def _train(run: Run) -> list[float]:
 def _evaluate_if_due(run: Run, is_end: bool) -> list[float]:
     """Validation every `eval_interval` steps and at the end, test at the end. Returns losses of steps that were not reported yet."""
     losses: list[float] = []
-    due: list[tuple[GlobalBatchLoader | None, Literal["valid", "test"]]] = []
-    due += [(run.valid_loader, "valid")] if is_end or _is_due(run.state.step, run.config.train.eval_interval) else []
-    due += [(run.test_loader, "test")] if is_end else []
-    for loader, name in due:
-        if loader is None or run.stop.reason is not None:
+    loaders: dict[Literal["valid", "test"], GlobalBatchLoader | None] = {"valid": run.valid_loader, "test": run.test_loader}
+    for name, loader in loaders.items():
+        is_due = is_end or (name == "valid" and _is_due(run.state.step, run.config.train.eval_interval))
+        if loader is None or not is_due or run.stop.reason is not None:
             continue
         losses += run.metrics.report()
         with run.metrics.pause():

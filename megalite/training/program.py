@@ -18,7 +18,10 @@ __all__ = ["run_training"]
 
 
 def run_training(config: RunConfig, launch: Launch) -> int:
-    """Train to the last step, or until the run is asked to stop. Collective. Returns the exit code (`stop`). Raises MegaliteError subclasses."""
+    """Train to the last step, or until the run is asked to stop. Collective. Returns the exit code (see `stop`).
+
+    Raises MegaliteError subclasses.
+    """
     run = build_run(config, launch)
     try:
         if run.checkpoint is not None:
