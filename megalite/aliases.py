@@ -81,6 +81,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "mid_level_dataset_surplus": "a dataset of a blend is built for the samples that the blend takes; leave it out",
     "no_create_attention_mask_in_dataloader": "attention masks are never made there; leave it out",
     "train_samples": "a run is counted in steps: --train-iters",
+    "window_size": "use --sliding-window N: tokens that a token attends to, itself included",
+    "use_rope_scaling": "use --rope-scaling llama3 with --rope-scaling-factor and --rope-scaling-original-length",
     "num_experts": "there are no expert layers",
     # what other codebases call it
     "max_iters": "use --train-iters",

@@ -45,6 +45,32 @@ class ModelConfig:
     """Base (theta) of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of each head's channels that are rotated."""
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    """How rotary frequencies are stretched for sequences longer than those trained on first."""
+    rope_scaling_factor: float = 1.0
+    """How many times longer."""
+    rope_scaling_original_length: int | None = None
+    """Length that was trained on first; not set: the longest position."""
+    rope_scaling_low_freq_factor: float = 1.0
+    """llama3: wavelengths above the original length over this are stretched in full."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """llama3: wavelengths below the original length over this are left alone."""
+    rope_scaling_beta_fast: float = 32.0
+    """yarn: channels that turn more often than this over the original length are left alone."""
+    rope_scaling_beta_slow: float = 1.0
+    """yarn: channels that turn less often than this are stretched in full."""
+    rope_scaling_attention_factor: float | None = None
+    """yarn: factor of cosines and sines; not set: it follows from the stretch."""
+    rope_scaling_mscale: float | None = None
+    """yarn: numerator's share in that factor; with --rope-scaling-mscale-all-dim."""
+    rope_scaling_mscale_all_dim: float | None = None
+    """yarn: denominator's share in that factor."""
+    rope_scaling_truncate: bool = True
+    """yarn: round the borders between channels to whole channels."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to, itself included; not set: all earlier ones."""
+    qk_layernorm: bool = False
+    """RMSNorm of every query and key head before rotation, with one weight for all heads of a layer."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalization before attention, before the MLP and before the head."""
     norm_epsilon: float = 1e-5
@@ -55,6 +81,10 @@ class ModelConfig:
     """Biases in all linear layers of the blocks (never in the head)."""
     add_qkv_bias: bool = False
     """Biases in the query, key and value projections only."""
+    add_attention_output_bias: bool = False
+    """A bias in the attention's output projection."""
+    add_mlp_bias: bool = False
+    """Biases in the MLP's projections only."""
     untie_embeddings_and_output_weights: bool = True
     """A head of its own; with --no-... the head is the embedding."""
     hidden_dropout: float = 0.0
@@ -99,6 +129,18 @@ class ModelConfig:
         return -(-self.known_vocab_size // unit) * unit
 
     @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
     def layer_matmul_weights(self) -> int:
         """Weights of one block that multiply activations: q, k, v, o and the MLP."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_kv_heads)
@@ -110,7 +152,7 @@ class ModelConfig:
         Raises ConfigError while the vocabulary size, or the length of a learned position table, is not known.
         """
         norm = self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
-        layer = self.layer_matmul_weights + self._layer_biases() + 2 * norm
+        layer = self.layer_matmul_weights + self._layer_biases() + 2 * norm + (2 * self.head_dim if self.qk_layernorm else 0)
         embedding = self.known_vocab_size * self.hidden_size * (2 if self.untie_embeddings_and_output_weights else 1)
         return embedding + self._position_weights() + self.num_layers * layer + norm
 
@@ -126,10 +168,10 @@ class ModelConfig:
         return 6 * weights + 12 * attention
 
     def _layer_biases(self) -> int:
-        qkv = self.head_dim * (self.num_attention_heads + 2 * self.num_kv_heads)
-        if not self.add_bias_linear:
-            return qkv if self.add_qkv_bias else 0
-        return qkv + 2 * self.hidden_size + (2 if self.activation == "swiglu" else 1) * self.ffn_size
+        qkv = self.head_dim * (self.num_attention_heads + 2 * self.num_kv_heads) if self.has_qkv_bias else 0
+        output = self.hidden_size if self.has_attention_output_bias else 0
+        mlp = self.hidden_size + (2 if self.activation == "swiglu" else 1) * self.ffn_size if self.has_mlp_bias else 0
+        return qkv + output + mlp
 
     def _position_weights(self) -> int:
         if self.position_embedding_type != "learned_absolute":

@@ -115,6 +115,10 @@ def _model_violations(model: ModelConfig) -> list[str]:
 
 def _rotary_violations(model: ModelConfig) -> list[str]:
     found = []
+    if model.rope_scaling != "none" and model.rope_scaling_factor < 1:
+        found.append(f"rope_scaling_factor is {model.rope_scaling_factor:g}: use 1 or more, how many times longer sequences become")
+    if model.rope_scaling not in ("none", "linear") and not (model.rope_scaling_original_length or model.max_position_embeddings):
+        found.append(f"rope_scaling {model.rope_scaling} needs the length that was trained on first: set --rope-scaling-original-length")
     if not 0 < model.rotary_percent <= 1:
         found.append(f"rotary_percent is {model.rotary_percent}: use a share above 0 and up to 1")
     elif model.rotary_dim < 2 or model.rotary_dim % 2:

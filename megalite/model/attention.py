@@ -9,8 +9,8 @@ Decisions:
   are the flash and cuDNN ones (half precision on GPUs, anything on CPUs); the memory-efficient kernel, the only one
   for fp32 on GPUs, needs heads repeated. Without the distinction an fp32 run on a GPU would silently materialise S x
   S scores.
-- Every token sees all earlier tokens of its sequence, or of its document where the batch numbers documents. The latter
-  is an explicit S x S mask, which rules out the flash kernel; the others need heads repeated with it.
+- Every token sees all earlier tokens of its sequence, or of its document where the batch numbers documents, or the nearest
+  ones only (sliding window). The two latter are an explicit S x S mask, which rules out the flash kernel; the others need heads repeated with it.
 - Heads are split over tp, so attention dropout draws other numbers on every tp rank.
 
 Legend: S sequence, B micro-batch, H hidden, N query heads, K key/value heads, D head size; `_local` is this tp rank's
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
 from megalite.model.mlp import output_std
+from megalite.model.norms import RMSNorm
 from megalite.model.recompute import forgetting, recompute
 from megalite.model.rope import Rotation, rotate
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
 from megalite.tensor_parallel.parameter import ParallelContext
 from megalite.tensor_parallel.rng import DropoutKey, seed_dropout
 
-__all__ = ["Attention", "document_mask", "needs_repeated_heads"]
+__all__ = ["Attention", "attention_mask", "needs_repeated_heads"]
 
 
 class Attention(nn.Module):
@@ -49,22 +50,27 @@ class Attention(nn.Module):
         _check_heads(heads, kv_heads, ctx.tp.size)
         self.tp, self.dropout_p = ctx.tp, config.attention_dropout
         hidden, width, std = config.hidden_size, heads * self.head_dim, config.init_method_std
-        bias = config.add_bias_linear or config.add_qkv_bias
+        bias = config.has_qkv_bias
         shards = kv_heads if kv_heads < ctx.tp.size else None
         kv_width = kv_heads * self.head_dim
         self.q_proj = ColumnParallelLinear(hidden, width, bias=bias, std=std, ctx=ctx)
         self.k_proj = ColumnParallelLinear(hidden, kv_width, bias=bias, std=std, num_shards=shards, ctx=ctx)
         self.v_proj = ColumnParallelLinear(hidden, kv_width, bias=bias, std=std, num_shards=shards, ctx=ctx)
-        self.o_proj = RowParallelLinear(width, hidden, bias=config.add_bias_linear, std=output_std(config), ctx=ctx)
+        self.o_proj = RowParallelLinear(width, hidden, bias=config.has_attention_output_bias, std=output_std(config), ctx=ctx)
+        self.q_norm = self.k_norm = None
+        if config.qk_layernorm:  # every tp rank sees its own heads only
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_epsilon, ctx, partial_over_tp=ctx.tp.size > 1) for _ in "qk")
 
     def forward(self, x: Tensor, rotation: Rotation | None, key: DropoutKey, mask: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H] (under sequence parallelism both are this rank's share of S).
 
-        mask: of `document_mask`, None for causal attention.
+        mask: of `attention_mask`, None for causal attention.
         """
         with forgetting(x):
             projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
         q_SBND, k_SBKD, v_SBKD = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_SBND, k_SBKD = self.q_norm(q_SBND), self.k_norm(k_SBKD)
         if rotation is not None:
             q_SBND, k_SBKD = rotate(q_SBND, rotation), rotate(k_SBKD, rotation)
         if self.recompute_core:
@@ -86,10 +92,21 @@ class Attention(nn.Module):
         return out_BNSD.permute(2, 0, 1, 3)
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """[B, S] -> [B, 1, S, S] bool: True where query i may attend to key j, the same or an earlier token of its document."""
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
+def attention_mask(positions: int, document_ids: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
+    """Bool [B or 1, 1, S, S]: True where query i may attend to key j, an earlier token or itself; None where that is all.
+
+    document_ids: [B, S], of the same document only. window: of the nearest keys only, the token itself among them.
+    """
+    if window is not None and window >= positions:
+        window = None
+    if document_ids is None and window is None:
+        return None
+    if document_ids is None:
+        allowed = torch.ones(1, 1, positions, positions, dtype=torch.bool, device=device)
+    else:
+        allowed = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    allowed = allowed.tril()
+    return allowed if window is None else allowed.triu(1 - window)
 
 
 def needs_repeated_heads(device: torch.device, dtype: torch.dtype, *, masked: bool = False) -> bool:

@@ -36,7 +36,7 @@ __all__ = ["Block", "Pass", "residual_split"]
 class Pass:
     """What the layers of a stage share during the forward pass of one micro-batch.
 
-    rotation: None without rotary positions. mask: of `document_mask`, None for causal attention. seed, first_sample: the
+    rotation: None without rotary positions. mask: of `attention_mask`, None for causal attention. seed, first_sample: the
     layout-independent part of every dropout key.
     """
 

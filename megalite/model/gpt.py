@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.config_numerics import MemoryConfig
 from megalite.data.batch import MicroBatch
-from megalite.model.attention import document_mask
+from megalite.model.attention import attention_mask
 from megalite.model.block import Block, Pass
 from megalite.model.embedding import Embedding
 from megalite.model.head import Head
 from megalite.model.materialize import materialize
 from megalite.model.recompute import block_memory
 from megalite.model.rope import Rotary
+from megalite.model.rope_scaling import RopeScaling
 from megalite.pipeline.partition import StageSpec
 from megalite.tensor_parallel.chunked_loss import LossSettings
 from megalite.tensor_parallel.parameter import ParallelContext
@@ -59,7 +60,7 @@ class GPTStage(nn.Module):
         assert (spec.has_embedding and spec.has_head) == (num_stages == 1), "only a lone stage has both ends"
         self.config, self.spec, self.ctx, self.seed = config, spec, ctx, seed
         self.tied = not config.untie_embeddings_and_output_weights
-        self.rotary = Rotary(config.rotary_dim, config.rotary_base) if config.rotary_dim else None
+        self.rotary = Rotary(config.rotary_dim, config.rotary_base, RopeScaling.of(config)) if config.rotary_dim else None
         shared = self.tied and num_stages > 1
         self.embedding = Embedding(config, ctx, shared_over_pp=shared) if spec.has_embedding else None
         memories = [block_memory(memory or MemoryConfig(), position) for position in range(len(spec.layers))]
@@ -79,7 +80,7 @@ class GPTStage(nn.Module):
         [S, B, V_local].
         """
         rotation = self.rotary(batch.position_ids) if self.rotary is not None else None
-        mask = None if batch.document_ids is None else document_mask(batch.document_ids)
+        mask = attention_mask(batch.position_ids.shape[1], batch.document_ids, self.config.sliding_window, batch.position_ids.device)
         shared = Pass(rotation, self.seed, batch.first_sample, mask)
         assert (x is None) == (self.embedding is not None), "hidden states come in exactly where no embedding is"
         hidden = x if self.embedding is None else self.embedding(batch, shared)

@@ -54,7 +54,7 @@ class MLP(nn.Module):
         super().__init__()
         self.recompute_activation = recompute_activation
         self.activation = ACTIVATIONS[config.activation]
-        bias, std = config.add_bias_linear, config.init_method_std
+        bias, std = config.has_mlp_bias, config.init_method_std
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
@@ -72,7 +72,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> None:
         super().__init__()
         self.recompute_activation = recompute_activation
-        bias, std = config.add_bias_linear, config.init_method_std
+        bias, std = config.has_mlp_bias, config.init_method_std
         self.gate_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)

@@ -26,14 +26,17 @@ __all__ = ["LayerNorm", "RMSNorm", "build_norm"]
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim: [..., H] -> [..., H]."""
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim: [..., H] -> [..., H].
+
+    partial_over_tp: each tp rank sees a part of what is normalised; None: under sequence parallelism only.
+    """
 
     weight: torch.Tensor
 
-    def __init__(self, size: int, epsilon: float, ctx: ParallelContext) -> None:
+    def __init__(self, size: int, epsilon: float, ctx: ParallelContext, *, partial_over_tp: bool | None = None) -> None:
         super().__init__()
         self.size, self.epsilon, self.weight_grads = size, epsilon, ctx.weight_grads
-        _add_norm_parameter(self, "weight", size, ctx)
+        _add_norm_parameter(self, "weight", size, ctx, partial_over_tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, add_later(to_local(self.weight), self.weight_grads), self.epsilon)
@@ -58,9 +61,10 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
 
 
-def _add_norm_parameter(module: nn.Module, name: str, size: int, ctx: ParallelContext) -> None:
+def _add_norm_parameter(module: nn.Module, name: str, size: int, ctx: ParallelContext, partial_over_tp: bool | None = None) -> None:
     init = "ones" if name == "weight" else "zeros"
-    info = ParameterInfo(role="norm", init=init, partial_over_tp=ctx.sequence_parallel)
+    partial = ctx.sequence_parallel if partial_over_tp is None else partial_over_tp
+    info = ParameterInfo(role="norm", init=init, partial_over_tp=partial)
     add_parameter(module, name, (size,), tp=ctx.tp, shard_dim=None, info=info, device=ctx.device)
 
 

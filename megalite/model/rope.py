@@ -21,34 +21,40 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.model.rope_scaling import RopeScaling, rope_frequencies
+
 __all__ = ["Rotary", "Rotation", "rope_frequencies", "rotate"]
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of the angles, fp32 [S, B, 1, R/2] each."""
 
 
-def rope_frequencies(rotated: int, base: float) -> Tensor:
-    """base^(-2i/R) for i < R/2: fp32 [R/2] on the CPU, in radians per position."""
-    assert rotated % 2 == 0, f"{rotated} channels cannot turn in pairs"
-    exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
-    return 1.0 / (base**exponents)
-
-
 class Rotary:
     """Gives the rotation of every position; not a module, so no cast and no checkpoint ever touches it."""
 
-    def __init__(self, rotated: int, base: float) -> None:
-        self._rotated, self._base = rotated, base
-        self._frequencies: dict[torch.device, Tensor] = {}
+    def __init__(self, rotated: int, base: float, scaling: RopeScaling | None = None) -> None:
+        self._rotated, self._base, self._scaling = rotated, base, scaling
+        self._frequencies: dict[tuple[torch.device, int], Tensor] = {}
 
-    def __call__(self, positions: Tensor) -> Rotation:
-        """positions: integers [B, S] -> cos and sin, fp32 [S, B, 1, R/2] each."""
-        frequencies = self._frequencies.get(positions.device)
-        if frequencies is None:
-            frequencies = rope_frequencies(self._rotated, self._base).to(positions.device)
-            self._frequencies[positions.device] = frequencies
-        angles = positions.t()[:, :, None, None].float() * frequencies
-        return angles.cos(), angles.sin()
+    def __call__(self, positions: Tensor, length: int | None = None) -> Rotation:
+        """positions: integers [B, S] -> cos and sin, fp32 [S, B, 1, R/2] each.
+
+        length: of the sequence that they belong to, for frequencies that depend on it; None: S.
+        """
+        angles = positions.t()[:, :, None, None].float() * self._at(positions.device, length or positions.shape[1])
+        cos, sin = angles.cos(), angles.sin()
+        amplitude = 1.0 if self._scaling is None else self._scaling.amplitude
+        return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
+
+    def _at(self, device: torch.device, length: int) -> Tensor:
+        depends = self._scaling is not None and self._scaling.kind == "dynamic"
+        key = device, length if depends else 0
+        if key not in self._frequencies:
+            scaling = self._scaling
+            plain = rope_frequencies(self._rotated, self._base)
+            found = plain if scaling is None else scaling.frequencies(self._rotated, self._base, length)
+            self._frequencies[key] = found.to(device)
+        return self._frequencies[key]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.errors import ConfigError
 from megalite.grid import Axis, Grid, GridShape
 from megalite.model import attention
-from megalite.model.attention import Attention, document_mask, needs_repeated_heads
+from megalite.model.attention import Attention, attention_mask, needs_repeated_heads
 from megalite.tensor_parallel.parameter import ParallelContext
 from tests.model.helpers import full_gradients, full_parameters, tiny_batch, tiny_config, tiny_documents, tiny_stages
 from tests.model.reference import reference_loss_sum
@@ -106,7 +106,7 @@ def test_tokens_attend_within_their_document_on_tp_ranks(sequence_parallel: bool
 def test_a_document_is_computed_as_if_it_were_alone() -> None:
     """What stands before it changes nothing, and its first token sees only itself."""
     stage, batch = tiny_stages(tiny_config())[0], tiny_documents(tiny_batch())
-    mask = document_mask(batch.document_ids)
+    mask = attention_mask(batch.tokens.shape[1], batch.document_ids, None, torch.device("cpu"))
     assert mask.shape == (3, 1, 12, 12)
     assert mask[0, 0, 5].nonzero().flatten().tolist() == [5]
     assert mask[0, 0, 10].nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10]
@@ -120,3 +120,17 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
 def test_a_mask_on_gpus_repeats_heads() -> None:
     assert needs_repeated_heads(torch.device("cuda"), torch.bfloat16, masked=True)
     assert not needs_repeated_heads(torch.device("cpu"), torch.float32, masked=True)
+
+
+def test_a_window_reaches_so_many_tokens_back_itself_included() -> None:
+    mask = attention_mask(7, None, 3, torch.device("cpu"))
+    assert mask is not None
+    seen = [[int(j) for j in mask[0, 0, i].nonzero().flatten()] for i in range(7)]
+    assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+    assert attention_mask(7, None, 7, torch.device("cpu")) is None
+
+
+def test_a_window_ends_at_the_border_of_a_document() -> None:
+    mask = attention_mask(5, torch.tensor([[0, 0, 0, 1, 1]]), 2, torch.device("cpu"))
+    assert mask is not None
+    assert [[int(j) for j in mask[0, 0, i].nonzero().flatten()] for i in range(5)] == [[0], [0, 1], [1, 2], [3], [3, 4]]

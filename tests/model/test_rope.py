@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,23 +13,35 @@ import torch
 from megalite.data_parallel.shard import shard_stage
 from megalite.grid import Grid, GridShape
 from megalite.model.block import Pass
-from megalite.model.rope import Rotary, Rotation, rope_frequencies, rotate
+from megalite.model.rope import Rotary, Rotation, rotate
+from megalite.model.rope_scaling import RopeScaling
 from tests.model.helpers import tiny_batch, tiny_config, tiny_stages
 from tests.ranks import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def test_frequencies_are_the_reference_implementation_s() -> None:
-    arrays = np.load(GOLDEN / "rope_inv_freq.npz")
-    cases = list(json.loads((GOLDEN / "rope_inv_freq.json").read_text()))
-    linear = [case for case in cases if case["rope_parameters"]["rope_type"] == "linear"]
-    assert linear
-    for case in linear:
-        scaling = case["rope_parameters"]
-        assert scaling["factor"] in (2, 4, 8), "dividing by another factor would round"
-        frequencies = rope_frequencies(case["head_dim"], scaling["rope_theta"])
-        np.testing.assert_array_equal(frequencies.numpy() / np.float32(scaling["factor"]), arrays[case["key"]])
+CASES = list(json.loads((GOLDEN / "rope_inv_freq.json").read_text()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["key"] + " " + case["rope_parameters"]["rope_type"])
+def test_requirement_78_scaled_frequencies_are_the_reference_implementation_s(case: dict[str, Any]) -> None:
+    settings = dict(case["rope_parameters"])
+    kind, base = settings.pop("rope_type"), settings.pop("rope_theta")
+    length = settings.pop("original_max_position_embeddings", case["max_position_embeddings"])
+    scaling = RopeScaling(kind=kind, factor=settings.pop("factor"), length=length, **settings)
+    frequencies = scaling.frequencies(case["head_dim"], base, case["seq_len"] or 1)
+    np.testing.assert_allclose(frequencies.numpy(), np.load(GOLDEN / "rope_inv_freq.npz")[case["key"]], rtol=1e-6, atol=0)
+    assert scaling.amplitude == pytest.approx(case["attention_factor"], rel=1e-12)
+
+
+def test_dynamic_scaling_waits_for_long_sequences() -> None:
+    rotary = Rotary(8, 10000.0, RopeScaling(kind="dynamic", factor=2.0, length=6))
+    plain = Rotary(8, 10000.0)
+    short, long = torch.arange(6)[None], torch.arange(9)[None]
+    assert torch.equal(rotary(short)[0], plain(short)[0])
+    assert not torch.equal(rotary(long)[0], plain(long)[0])
+    assert torch.equal(rotary(short, length=9)[0], rotary(long)[0][:6])
 
 
 @pytest.mark.parametrize("position", [256, 257, 4097, 131071])

@@ -101,6 +101,27 @@ def test_gpt2_style_model_with_biases_and_learned_positions() -> None:
     assert compare(train(layout, config), reference).within(Tolerance())
 
 
+def test_normalised_heads_a_window_and_stretched_positions() -> None:
+    """The weight of a head's norm is whole on every tp rank and sees that rank's heads only; with tp 4 two ranks share a key head."""
+    config = tiny_config()
+    model = replace(
+        config.model,
+        num_layers=4,
+        qk_layernorm=True,
+        sliding_window=5,
+        add_qkv_bias=True,
+        add_attention_output_bias=True,
+        rope_scaling="yarn",
+        rope_scaling_factor=4.0,
+        rope_scaling_original_length=8,
+    )
+    config = replace(config, model=model)
+    reference = train(Layout(), config)
+    for layout in (Layout(tp=4), Layout(tp=2, pp=2, sequence_parallel=True), Layout(tp=2, dp=2, zero=3)):
+        difference = compare(train(layout, config), reference)
+        assert difference.within(Tolerance()), (str(layout), difference)
+
+
 def test_micro_batch_size_does_not_change_the_numbers(one_rank: TrainedCase) -> None:
     config = replace(tiny_config(), train=replace(tiny_config().train, micro_batch_size=8))
     assert compare(train(Layout(), config), one_rank).within(Tolerance())
