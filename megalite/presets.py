@@ -50,30 +50,62 @@ def _gpt2(name: str, layers: int, hidden: int, heads: int) -> Preset:
     )
 
 
-def _llama3(name: str, sizes: tuple[int, int, int, int], tied: bool = False) -> Preset:
-    """sizes: layers, hidden size, query heads, ffn; Llama 3 always has 8 key/value heads."""
-    layers, hidden, heads, ffn = sizes
-    return Preset(
-        f"Llama {name}: rotary positions (theta 500000), RMSNorm, SwiGLU, 8 key/value heads, no biases",
-        {
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_query_groups": 8,
-            "ffn_hidden_size": ffn,
-            "vocab_size": 128256,
-            "max_position_embeddings": 8192,
-            "seq_length": 8192,
-            "position_embedding_type": "rope",
-            "rotary_base": 500000.0,
-            "normalization": "RMSNorm",
-            "norm_epsilon": 1e-5,
-            "activation": "swiglu",
-            "add_bias_linear": False,
-            "untie_embeddings_and_output_weights": not tied,
-        },
-    )
+def _llama_like(name: str, sizes: tuple[int, int, int, int, int], values: Mapping[str, Any]) -> Preset:
+    """sizes: layers, hidden size, query heads, key/value heads, ffn."""
+    layers, hidden, heads, groups, ffn = sizes
+    fields = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": ffn,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-5,
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        **values,
+    }
+    return Preset(f"{name}: rotary positions, RMSNorm, SwiGLU", {"max_position_embeddings": fields["seq_length"], **fields})
 
+
+def _llama3(
+    name: str, sizes: tuple[int, int, int, int], *, tied: bool = False, stretch: float | None = None, kv_channels: int | None = None
+) -> Preset:
+    """sizes: layers, hidden size, query heads, ffn; Llama 3 always has 8 key/value heads. stretch: of positions, for 131,072 tokens."""
+    layers, hidden, heads, ffn = sizes
+    values: dict[str, Any] = {
+        "vocab_size": 128256,
+        "seq_length": 8192,
+        "rotary_base": 500000.0,
+        "untie_embeddings_and_output_weights": not tied,
+    }
+    if stretch is not None:
+        values |= {"rope_scaling": "llama3", "rope_scaling_factor": stretch, "rope_scaling_original_length": 8192}
+        values |= {"max_position_embeddings": 131072}
+    if kv_channels is not None:
+        values["kv_channels"] = kv_channels
+    return _llama_like(f"Llama {name}", (layers, hidden, heads, 8, ffn), values)
+
+
+_QWEN2 = {
+    "vocab_size": 151936,
+    "seq_length": 8192,
+    "max_position_embeddings": 32768,
+    "rotary_base": 1e6,
+    "norm_epsilon": 1e-6,
+    "add_qkv_bias": True,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "seq_length": 8192,
+    "max_position_embeddings": 40960,
+    "rotary_base": 1e6,
+    "norm_epsilon": 1e-6,
+    "kv_channels": 128,
+    "qk_layernorm": True,
+}
 
 _CHAR_GPT = Preset(
     "character-level GPT for a CPU and a small text: 4 layers of width 128, context 64 (vocabulary from the data)",
@@ -124,11 +156,24 @@ PRESETS: Mapping[str, Preset] = {
     "gpt2-medium": _gpt2("medium (355M)", 24, 1024, 16),
     "gpt2-large": _gpt2("large (774M)", 36, 1280, 20),
     "gpt2-xl": _gpt2("XL (1.5B)", 48, 1600, 25),
-    # The published 3.2 weights also stretch the rotary frequencies for long contexts, which is not a setting here:
-    # this is the model to train from scratch at 8192 tokens.
-    "llama3.2-1b": _llama3("3.2 1B (tied head; without the long-context stretch)", (16, 2048, 32, 8192), tied=True),
+    "llama2-7b": _llama_like("Llama 2 7B", (32, 4096, 32, 32, 11008), {"vocab_size": 32000, "seq_length": 4096}),
     "llama3-8b": _llama3("3 8B", (32, 4096, 32, 14336)),
     "llama3-70b": _llama3("3 70B", (80, 8192, 64, 28672)),
+    "llama3.1-8b": _llama3("3.1 8B", (32, 4096, 32, 14336), stretch=8.0),
+    "llama3.2-1b": _llama3("3.2 1B", (16, 2048, 32, 8192), stretch=32.0, tied=True),
+    "llama3.2-3b": _llama3("3.2 3B", (28, 3072, 24, 8192), stretch=32.0, tied=True, kv_channels=128),
+    "mistral-7b": _llama_like(
+        "Mistral 7B v0.1", (32, 4096, 32, 8, 14336), {"vocab_size": 32000, "seq_length": 8192, "sliding_window": 4096}
+    ),
+    "qwen2.5-0.5b": _llama_like("Qwen2.5 0.5B", (24, 896, 14, 2, 4864), _QWEN2 | {"untie_embeddings_and_output_weights": False}),
+    "qwen2.5-7b": _llama_like("Qwen2.5 7B", (28, 3584, 28, 4, 18944), _QWEN2 | {"vocab_size": 152064}),
+    "qwen3-0.6b": _llama_like("Qwen3 0.6B", (28, 1024, 16, 8, 3072), _QWEN3 | {"untie_embeddings_and_output_weights": False}),
+    "qwen3-8b": _llama_like("Qwen3 8B", (36, 4096, 32, 8, 12288), _QWEN3),
+    "smollm2-135m": _llama_like(
+        "SmolLM2 135M",
+        (30, 576, 9, 3, 1536),
+        {"vocab_size": 49152, "seq_length": 8192, "rotary_base": 1e5, "untie_embeddings_and_output_weights": False},
+    ),
 }
 
 
