@@ -54,7 +54,7 @@ LEVELS = {
     "megalite.data_parallel": 5,
     "megalite.optim": 5,
     "megalite.checkpoint": 6,
-    "megalite.convert": 6,
+    "megalite.convert": 7,
     "megalite.generation": 6,
     "megalite.planner": 6,
     "megalite.training": 7,
