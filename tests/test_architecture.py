@@ -78,7 +78,7 @@ def test_an_indirect_import_of_torch_is_seen(tmp_path: Path) -> None:
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megalite.data_parallel import shard",
             "megalite.data_parallel",
         ),
-        ("megalite/convert/hf.py", "from megalite.checkpoint import store", "megalite.checkpoint"),
+        ("megalite/planner/hf.py", "from megalite.checkpoint import store", "megalite.checkpoint"),
         ("megalite/training/loop.py", "import pretrain_gpt", "pretrain_gpt"),
         ("megalite/testing/rank_pool.py", "import tools.parity", "tools.parity"),
         ("tools/parity.py", "import examples.demo", "examples.demo"),
