@@ -1,6 +1,6 @@
 """Continue a text with a trained model, on one rank, whatever layout trained it.
 
-    python tools/generate.py --load runs/shakespeare --prompt "Who's there?" --max-new-tokens 200 --temperature 0.8
+    python tools/generate.py --load runs/shakespeare --prompt "Who's there?" --max-new-tokens 200 --temperature 0.8 --stream
 
 Prints the prompt and what the model makes of it; without a prompt the model begins a new document. Generation ends at
 the end-of-document token or after --max-new-tokens. Failures print one `error:` line and exit with 1, wrong settings
@@ -18,6 +18,8 @@ from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megalite.config import RunConfig
     from megalite.data.tokenizer import Tokenizer
 
@@ -33,6 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: %(default)s)")
     add("--top-k", type=int, default=40, metavar="K", help="draw from the K likeliest; 0: all (default: %(default)s)")
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest that make up this share together")
+    add("--min-p", type=float, metavar="P", help="draw from those with this share of the likeliest one's probability")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: less of what occurred (default: none)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--num-samples", type=int, default=1, metavar="N", help="continuations, with seeds from --seed on (default: %(default)s)")
+    add("--stream", action="store_true", help="print as it comes, for one sample")
     add("--seed", type=int, default=1, metavar="N", help="same seed, same text (default: %(default)s)")
     add("--tokenizer-type", metavar="TYPE", help="bytes, chars, sentencepiece, hf or tiktoken (default: the run's)")
     add("--tokenizer-model", metavar="PATH", help="the tokenizer's file or folder (default: the run's)")
@@ -80,27 +88,52 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.eod_id]
 
 
-def run(args: argparse.Namespace) -> str:
-    """Prompt and continuation as text. Raises MegaliteError subclasses and OSError."""
+def run(args: argparse.Namespace, show: Callable[[str], None]) -> None:
+    """Show the prompt and each continuation. Raises MegaliteError subclasses and OSError."""
     prompt = read_prompt(args)
+    if args.num_samples < 1 or (args.stream and args.num_samples > 1):
+        raise ConfigError(f"num_samples is {args.num_samples}: it must be 1 or more, and 1 with --stream")
     from megalite.checkpoint.whole_model import load_model  # imports torch, so only once the prompt is there
-    from megalite.generation import generate
+    from megalite.generation import Sampling, TextStream, generate_batch
     from megalite.training.launch import choose_device
 
-    stage, config = load_model(args.load, choose_device(args.device, 0))
-    tokenizer = load_tokenizer(args, config)
-    ids = prompt_ids(prompt, tokenizer)
-    new_ids = generate(
-        stage,
-        ids,
+    sampling = Sampling(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k or None,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
+    )
+    stage, config = load_model(args.load, choose_device(args.device, 0))
+    tokenizer = load_tokenizer(args, config)
+    ids = prompt_ids(prompt, tokenizer)
+    streams = [TextStream(tokenizer.decode, args.stop) for _ in range(args.num_samples)]
+    texts = [""] * args.num_samples
+    if args.stream:
+        show(tokenizer.decode(ids))
+
+    def on_token(row: int, token: int) -> bool:
+        piece = streams[row].add(token)
+        texts[row] += piece
+        if args.stream:
+            show(piece)
+        return streams[row].is_stopped
+
+    generate_batch(
+        stage,
+        [ids] * args.num_samples,
+        sampling,
+        seeds=[args.seed + number for number in range(args.num_samples)],
         stop_id=tokenizer.eod_id,
         vocab_size=tokenizer.vocab_size,
+        on_token=on_token,
     )
-    return tokenizer.decode(ids + new_ids)
+    for text, stream in zip(texts, streams, strict=True):
+        end = stream.finish()
+        show(end if args.stream else tokenizer.decode(ids) + text + end)
+        show("\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,12 +141,15 @@ def main(arguments: list[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     configure_logging(rank=0, world_size=1)
     try:
-        text = run(args)
+        run(args, _show)
     except (MegaliteError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    print(text)
     return 0
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

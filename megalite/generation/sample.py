@@ -1,30 +1,32 @@
-"""Sampling from a whole model: one sequence, one token after the other.
+"""Generation from a whole model, of one or several sequences at once.
 
 Decisions
-- Every token is computed from all tokens before it, nothing is cached: the plain definition, which a faster way must
-  reproduce.
-- Beyond the model's longest sequence only the newest tokens are read, as positions 0, 1, ...: the model has learned no
-  others.
-- Rows that pad the vocabulary are cut off before anything is chosen, so they can be neither sampled nor counted among
-  the top k.
-- Probabilities are computed in fp64 on the CPU from a generator of our own: a temperature however small does not
-  overflow, and the same seed draws the same way on every device.
+- Tokens are computed with a cache of keys and values (`decoder`); `next_logits` is the plain definition, which the cache must reproduce.
+- Beyond the model's longest sequence only the newest tokens are read, as positions 0, 1, ...: the model has learned no others. There
+  every token's position changes with every step, so nothing can be cached, and the plain way is taken.
+- Rows that pad the vocabulary are cut off before anything is chosen, so they can be neither sampled nor counted among the top k.
+- Every row draws from a generator of its own: what it gets does not depend on the other rows.
 
 Legend: S tokens that the model reads, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megalite.data.batch import MicroBatch
 from megalite.errors import ConfigError, DataError, MegaliteError
+from megalite.generation.choice import Sampling, choose
+from megalite.generation.decoder import Decoder
 from megalite.model import GPTStage
 
-__all__ = ["choose", "generate"]
+__all__ = ["generate", "generate_batch", "next_logits"]
+
+OnToken = Callable[[int, int], bool]
 
 
 def generate(
@@ -38,60 +40,101 @@ def generate(
     stop_id: int | None = None,
     vocab_size: int | None = None,
 ) -> list[int]:
-    """The ids that follow the prompt `ids`: at most `max_new_tokens`, and up to the first `stop_id`, which is left out.
+    """The ids that follow one prompt, see `generate_batch` and `Sampling`."""
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return generate_batch(stage, [ids], sampling, stop_id=stop_id, vocab_size=vocab_size)[0]
 
-    temperature: 0 always takes the likeliest token. top_k: only so many of the likeliest tokens are drawn from; None:
-    all. vocab_size: ids from here on are never predicted, for a tokenizer smaller than the model's vocabulary. The
-    stage must be the whole model on one rank; its training mode is kept.
-    Raises ConfigError for settings without a meaning or an empty prompt, DataError for ids outside the vocabulary, and
+
+def generate_batch(
+    stage: GPTStage,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seeds: Sequence[int] | None = None,
+    stop_id: int | None = None,
+    vocab_size: int | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """The ids that follow each prompt: at most `max_new_tokens`, and up to the first `stop_id`, which is left out.
+
+    seeds: of each row; None: `sampling.seed` for all. vocab_size: ids from here on are never predicted, for a tokenizer smaller than the
+    model's vocabulary. on_token(row, token): called as tokens come; returning True ends that row. The stage must be the whole model on
+    one rank; its training mode is kept. Raises ConfigError for an empty prompt, DataError for ids outside the vocabulary, and
     MegaliteError when the model gives logits that are not finite.
     """
-    whole = stage.spec.has_embedding and stage.spec.has_head and stage.ctx.tp.size == 1
-    assert whole, "generation needs the whole model on one rank"
-    _check(stage, ids, _setting_violations(max_new_tokens, temperature, top_k, seed))
-    vocab_size = min(vocab_size or stage.config.known_vocab_size, stage.config.known_vocab_size)
-    generator = torch.Generator().manual_seed(seed)
-    sequence, was_training = list(ids), stage.training
+    for ids in prompts:
+        _check(stage, ids)
+    limit = min(vocab_size or stage.config.known_vocab_size, stage.config.known_vocab_size)
+    row_seeds = [sampling.seed] * len(prompts) if seeds is None else list(seeds)
+    rows = [_Row(list(ids), len(ids), torch.Generator().manual_seed(seed)) for ids, seed in zip(prompts, row_seeds, strict=True)]
+    was_training = stage.training
     stage.eval()
     try:
-        for _ in range(max_new_tokens):
-            token = choose(_next_logits(stage, sequence)[:vocab_size], temperature, top_k, generator)
-            if token == stop_id:
-                break
-            sequence.append(token)
+        _Run(stage, rows, sampling, stop_id, limit, on_token).run()
     finally:
         stage.train(was_training)
-    return sequence[len(ids) :]
+    return [row.ids[row.prompt_length :] for row in rows]
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One id from logits [V] on the CPU; temperature and top_k as for `generate`."""
-    if temperature == 0:
-        return int(logits.argmax())
-    values, candidates = torch.topk(logits.double(), min(top_k or len(logits), len(logits)))
-    probabilities = torch.softmax((values - values[0]) / temperature, dim=-1)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+@dataclass
+class _Row:
+    ids: list[int]
+    prompt_length: int
+    generator: torch.Generator
+    is_done: bool = False
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def _setting_violations(max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> list[str]:
-    """What is wrong with these settings, one sentence each."""
-    violations = []
-    if max_new_tokens < 1:
-        violations.append(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
-    if not 0 <= temperature < float("inf"):
-        violations.append(f"temperature is {temperature}, it must be 0 (always the likeliest token) or more")
-    if top_k is not None and top_k < 1:
-        violations.append(f"top_k is {top_k}, it must be at least 1")
-    if not 0 <= seed < 2**64:
-        violations.append(f"seed is {seed}, it must lie in [0, 2^64)")
-    return violations
+class _Run:
+    def __init__(
+        self, stage: GPTStage, rows: list[_Row], sampling: Sampling, stop_id: int | None, vocab_size: int, on_token: OnToken | None
+    ) -> None:
+        self.stage, self.rows, self.sampling = stage, rows, sampling
+        self.stop_id, self.vocab_size, self.on_token = stop_id, vocab_size, on_token
+        self.decoder = Decoder(stage)
+
+    def run(self) -> None:
+        longest = self.decoder.longest
+        wanted = max(len(row.ids) for row in self.rows) + self.sampling.max_new_tokens
+        capacity = wanted if longest is None else min(wanted, longest)
+        cached = [row for row in self.rows if len(row.ids) <= capacity]
+        cache = self.decoder.new_cache(len(cached), capacity)
+        for number, row in enumerate(cached):
+            row.logits = self.decoder.prefill(cache, number, row.ids)
+        while cached and not all(row.is_done for row in cached):
+            self._take_tokens(cached)
+            if max(cache.lengths) >= capacity:
+                break
+            # a row that is done computes on: its numbers are not looked at
+            for row, logits in zip(cached, self.decoder.step(cache, [row.ids[-1] for row in cached]), strict=True):
+                row.logits = logits
+        self._without_cache()
+
+    def _without_cache(self) -> None:
+        for row in self.rows:
+            while not row.is_done:
+                row.logits = next_logits(self.stage, row.ids)
+                self._take_tokens([row])
+
+    def _take_tokens(self, rows: list[_Row]) -> None:
+        for row in rows:
+            if row.is_done:
+                continue
+            logits = row.logits[: self.vocab_size].float().cpu()
+            if not torch.isfinite(logits).all():
+                raise MegaliteError(f"the model's logits after {len(row.ids)} tokens are not finite; its weights are damaged")
+            token = choose(logits, self.sampling, row.generator, row.ids)
+            if token == self.stop_id:
+                row.is_done = True
+                continue
+            row.ids.append(token)
+            is_stopped = self.on_token is not None and self.on_token(self.rows.index(row), token)
+            row.is_done = is_stopped or len(row.ids) - row.prompt_length >= self.sampling.max_new_tokens
 
 
-def _check(stage: GPTStage, ids: Sequence[int], violations: list[str]) -> None:
+def _check(stage: GPTStage, ids: Sequence[int]) -> None:
     if not ids:
-        violations = [*violations, "the prompt has no tokens: give at least one, such as the end-of-document token"]
-    if violations:
-        raise ConfigError(violations)
+        raise ConfigError("the prompt has no tokens: give at least one, such as the end-of-document token")
     vocab_size = stage.config.known_vocab_size
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
@@ -102,8 +145,8 @@ def _check(stage: GPTStage, ids: Sequence[int], violations: list[str]) -> None:
 
 
 @torch.no_grad()  # not inference_mode, whose tensors (the model keeps rotary frequencies) could not be trained with
-def _next_logits(stage: GPTStage, sequence: Sequence[int]) -> Tensor:
-    """Logits of the token after `sequence`, fp32 [V] on the CPU, without the rows that pad the vocabulary."""
+def next_logits(stage: GPTStage, sequence: Sequence[int]) -> Tensor:
+    """Logits of the token after `sequence`, [V], without the rows that pad the vocabulary, from the whole sequence."""
     longest = stage.config.max_position_embeddings
     window = sequence if longest is None else sequence[-longest:]
     tokens = torch.tensor([window], device=next(stage.parameters()).device)
@@ -114,7 +157,4 @@ def _next_logits(stage: GPTStage, sequence: Sequence[int]) -> Tensor:
         position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None],
         first_sample=0,
     )
-    logits = stage.logits(None, batch)[-1, 0, : stage.config.known_vocab_size].float().cpu()
-    if not torch.isfinite(logits).all():
-        raise MegaliteError(f"the model's logits after {len(sequence)} tokens are not finite; its weights are damaged")
-    return logits
+    return stage.logits(None, batch)[-1, 0, : stage.config.known_vocab_size]

@@ -74,5 +74,6 @@ class _Walk:
         else:
             arrived = self.edge if stage < self.last else 0
             self.live -= arrived  # counted in `backward_rise`
-            self.rise(memory.deferred - memory.kept, memory.backward_rise)
+            left = memory.deferred if kind is Kind.INPUT_GRAD else 0  # some schedules split some of their backwards only
+            self.rise(left - memory.kept, memory.backward_rise)
             self.live += self.edge if stage > 0 else 0

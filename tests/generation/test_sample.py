@@ -9,7 +9,7 @@ import torch
 
 from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.generation import generate
-from megalite.generation.sample import choose
+from megalite.generation.choice import Sampling, choose
 from tests.generation.helpers import SEQ_LENGTH, tiny_run, tiny_stage
 
 PROMPT = [72, 5, 256]
@@ -100,7 +100,7 @@ def test_stops_before_the_stop_id() -> None:
 def test_choose_follows_the_probabilities() -> None:
     """60,000 draws of 3 of 4 ids at temperature 2: each share is within 5 standard deviations."""
     logits, generator, num = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(1), 60_000
-    counts = Counter(choose(logits, 2.0, 3, generator) for _ in range(num))
+    counts = Counter(choose(logits, Sampling(max_new_tokens=1, temperature=2.0, top_k=3), generator) for _ in range(num))
     shares = torch.softmax(torch.tensor([3.0, 1.0, 2.0]).double() / 2, dim=-1).tolist()
     assert counts[0] == 0
     for token, share in zip((1, 2, 3), shares, strict=True):
@@ -110,7 +110,7 @@ def test_choose_follows_the_probabilities() -> None:
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([-4.0, 300.0, 299.0, 1.0])
-    assert choose(logits, temperature, None, torch.Generator().manual_seed(1)) == 1
+    assert choose(logits, Sampling(max_new_tokens=1, temperature=temperature), torch.Generator().manual_seed(1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,10 @@ def test_settings_without_a_meaning_are_refused(changes: dict, words: str) -> No
 
 def test_wrong_prompts_are_refused() -> None:
     stage = tiny_stage(tiny_run())
-    with pytest.raises(ConfigError, match=r"2 settings are wrong.*\n.*top_k is -3.*\n.*the prompt has no tokens"):
-        generate(stage, [], max_new_tokens=3, top_k=-3)
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
+        generate(stage, [], max_new_tokens=3)
+    with pytest.raises(ConfigError, match=r"2 settings are wrong.*\n.*top_k is -3.*\n.*top_p is 1.5"):
+        Sampling(max_new_tokens=3, top_k=-3, top_p=1.5)
     with pytest.raises(DataError, match="holds token 257, but the model's vocabulary ends at 256"):
         generate(stage, [1, 257], max_new_tokens=3)
 

@@ -16,6 +16,7 @@ CASES = [
     MemoryCase(layout=Layout(tp=2, pp=2, sequence_parallel=True)),
     MemoryCase(layout=Layout(pp=2, schedule="gpipe"), memory=MemoryConfig(recompute_granularity="full")),
     MemoryCase(layout=Layout(pp=2, schedule="zb-h1")),
+    MemoryCase(layout=Layout(pp=2, schedule="dualpipe-v")),
     MemoryCase(layout=Layout(pp=4, schedule="interleaved-1f1b")),
     MemoryCase(layout=Layout(dp=2, zero=0)),
     MemoryCase(layout=Layout(dp=3, zero=1), precision="bf16"),

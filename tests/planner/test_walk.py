@@ -26,6 +26,12 @@ def test_gpipe_keeps_all() -> None:
     assert peak("gpipe", 3, 5, 1, kept=7) == 5 * 7
 
 
+def test_what_waits_for_weight_gradients_goes_with_them_and_whole_backwards_leave_nothing() -> None:
+    """DualPipeV splits some backwards only; whatever it splits, at the end of a long step nothing has piled up."""
+    assert peak("dualpipe-v", 2, 4, 2, kept=7, deferred=5) == peak("dualpipe-v", 2, 12, 2, kept=7, deferred=5)
+    assert peak("zb-h1", 2, 4, 1, kept=7, deferred=5) == peak("zb-h1", 2, 12, 1, kept=7, deferred=5)
+
+
 def test_working_memory_counts_once() -> None:
     program = lower(build_schedule("1f1b", 2, 3, 1))
     memory = StageMemory(kept=10, deferred=0, forward_rise=14, backward_rise=3, weight_rise=0)
