@@ -28,6 +28,8 @@ class OutputConfig:
     """Steps between checkpoints."""
     async_save: bool = False
     """Train on while a checkpoint is written; the run waits only for a copy of its state in host memory."""
+    hash_tensors: bool = True
+    """Write a hash of every tensor's content beside it, by which tools/checkpoint.py compares layouts and verifies tensors."""
     on_save_failure: Literal["stop", "continue"] = "stop"
     """What follows a checkpoint that cannot be written (a full disk, say): the end, or training on; older checkpoints stay either way."""
     keep_last: int | None = None

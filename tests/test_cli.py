@@ -25,7 +25,7 @@ async-save attention-dropout balance-pipeline-stages bf16 bias check-replicas-in
 context-parallel-size cp cpu-offloading data-cache-path data-parallel-replicate-size data-parallel-sharding-strategy
 data-path device disable-bias-linear distributed-timeout-minutes dp-replicas eod-mask-loss eval-interval eval-iters
 exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype ffn-hidden-size finetune fp16 fp8 gbs
-global-batch-size grad-reduce-in-bf16 group-query-attention hidden-dropout hidden-size hysteresis init-method-std
+global-batch-size grad-reduce-in-bf16 group-query-attention hash-tensors hidden-dropout hidden-size hysteresis init-method-std
 initial-loss-scale keep-every keep-last kv-channels label-smoothing load load-weights-only log-gradient-noise-scale
 log-interval loss-chunk-tokens loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style
 lr-multipliers lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples

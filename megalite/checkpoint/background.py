@@ -27,10 +27,10 @@ __all__ = ["BackgroundSaver"]
 
 
 class BackgroundSaver:
-    """world: an axis of all ranks with a process group that nothing else uses."""
+    """world: an axis of all ranks with a process group that nothing else uses. hash_tensors: as `save_checkpoint` takes it."""
 
-    def __init__(self, world: Axis) -> None:
-        self._world = world
+    def __init__(self, world: Axis, hash_tensors: bool = True) -> None:
+        self._world, self._hash_tensors = world, hash_tensors
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -60,7 +60,7 @@ class BackgroundSaver:
 
     def _write(self, directory: Path, tensors: dict[str, Tensor], manifest: Manifest, done: Callable[[Path], None]) -> None:
         try:
-            done(save_checkpoint(directory, tensors, manifest, self._world))
+            done(save_checkpoint(directory, tensors, manifest, self._world, hash_tensors=self._hash_tensors))
         except BaseException as error:  # DCP's exceptions do not derive from Exception; all of them are raised in `wait`
             self._error = error
 

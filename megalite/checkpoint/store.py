@@ -61,11 +61,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def save_checkpoint(
-    directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: Axis, *, planner: LazyPlanner | None = None
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    manifest: Manifest,
+    world: Axis,
+    *,
+    hash_tensors: bool = True,
+    planner: LazyPlanner | None = None,
 ) -> Path:
     """Write one checkpoint below `directory` and return its path. Collective over `world`.
 
     tensors: this rank's part under logical names; several ranks may hold the same tensor, which is then written once.
+    hash_tensors: put a hash of every tensor's content into the manifest (`hashes.py`).
     planner: makes the values of `tensors`, which are on the meta device then, one after another while they are written.
     Raises CheckpointError; checkpoints that were there before are not touched.
     """
@@ -73,7 +80,13 @@ def save_checkpoint(
     temporary = directory / f".{target.name}.tmp"
     _on_first_rank(world, lambda: _make_empty(temporary), f"cannot make {temporary}")
     try:
-        _write(temporary, target, tensors, manifest, world, planner)
+        _write(temporary, target, tensors, world, planner)
+        if planner is not None:
+            hashes = planner.hashes
+        else:
+            hashes = content_hashes(tensors, world) if hash_tensors else {}
+        whole = replace(manifest, tensors=with_hashes(manifest.tensors, hashes), files=describe_files(temporary, world))
+        _on_first_rank(world, lambda: _publish(temporary, target, whole), f"cannot finish {target}")
     except CheckpointError:
         if world.is_first:  # every rank has failed, so none writes any more
             shutil.rmtree(temporary, ignore_errors=True)
@@ -81,16 +94,12 @@ def save_checkpoint(
     return target
 
 
-def _write(
-    temporary: Path, target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: Axis, planner: LazyPlanner | None
-) -> None:
+def _write(temporary: Path, target: Path, tensors: Mapping[str, Tensor], world: Axis, planner: LazyPlanner | None) -> None:
     try:
-        dcp.save(dict(tensors), checkpoint_id=str(temporary), process_group=world.group, planner=planner)
+        writer = None if planner is None else planner.storage_writer(temporary)
+        dcp.save(dict(tensors), checkpoint_id=str(temporary), storage_writer=writer, planner=planner, process_group=world.group)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"saving {target} failed: {_reasons(error)}; older checkpoints are as they were") from error
-    hashed = with_hashes(manifest.tensors, content_hashes(tensors, world) if planner is None else planner.hashes)
-    manifest = replace(manifest, tensors=hashed, files=describe_files(temporary, world))
-    _on_first_rank(world, lambda: _publish(temporary, target, manifest), f"cannot finish {target}")
 
 
 def _make_empty(directory: Path) -> None:

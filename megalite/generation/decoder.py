@@ -26,7 +26,7 @@ from megalite.model import GPTStage
 from megalite.model.attention import needs_repeated_heads
 from megalite.model.block import Block
 from megalite.model.mlp import GatedMLP
-from megalite.model.rope import rotate
+from megalite.model.norms import RMSNorm
 
 __all__ = ["Cache", "Decoder"]
 
@@ -92,7 +92,8 @@ class Decoder:
         """Not in inference mode: the model keeps frequencies, and could not be trained with them any more."""
         if self._stage.rotary is not None and (self._rotations is None or self._rotations[0].shape[0] < capacity):
             cos, sin = self._stage.rotary(torch.arange(capacity, device=self._word.device)[None], length=1)
-            self._rotations = cos[:, 0, 0], sin[:, 0, 0]
+            cos, sin = cos[:, 0, 0], sin[:, 0, 0]
+            self._rotations = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     @torch.inference_mode()
     def _forward(self, cache: Cache, rows: slice, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -103,12 +104,12 @@ class Decoder:
         rotation = None
         if self._rotations is not None:
             cos, sin = self._rotations
-            rotation = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)  # [B, T, 1, R/2]
+            rotation = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)  # [B, T, 1, R]
         view = _View(cache, rows, positions, self.config.sliding_window)
         for number, layer in enumerate(self._layers):
             x = layer.forward(x, number, rotation, view)
         assert self._stage.head is not None
-        return F.linear(self._stage.head.norm(x[:, -1]), self._head).float()
+        return F.linear(_norm(self._stage.head.norm, x[:, -1]), self._head).float()
 
 
 class _View:
@@ -151,7 +152,8 @@ class _Layer:
     def __init__(self, block: Block) -> None:
         attention, mlp = block.attention, block.mlp
         self.block, self.attention, self.mlp, self.head_dim = block, attention, mlp, attention.head_dim
-        self.qkv, self.qkv_bias, self.sizes = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.qkv, self.qkv_bias, sizes = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.groups = sizes[2] // self.head_dim
         up = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
         self.up, self.up_bias, _ = _join(up)
         self.out, self.out_bias = _parts(attention.o_proj)
@@ -159,14 +161,16 @@ class _Layer:
 
     def forward(self, x: Tensor, number: int, rotation: tuple[Tensor, Tensor] | None, view: _View) -> Tensor:
         """[B, T, H] -> [B, T, H]."""
-        projected = F.linear(self.block.attention_norm(x), self.qkv, self.qkv_bias).split(self.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        heads = F.linear(_norm(self.block.attention_norm, x), self.qkv, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
+        turning, v = heads.split((heads.shape[2] - self.groups, self.groups), dim=2)  # q and k turn together
+        q, k = turning.split((turning.shape[2] - self.groups, self.groups), dim=2)
         if self.attention.q_norm is not None and self.attention.k_norm is not None:
             q, k = self.attention.q_norm(q), self.attention.k_norm(k)
+            turning = torch.cat((q, k), dim=2)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = _turned(turning, *rotation).split((q.shape[2], self.groups), dim=2)
         x = x + F.linear(self._attend(q, *view.store(number, k, v), view), self.out, self.out_bias)
-        up = F.linear(self.block.mlp_norm(x), self.up, self.up_bias)
+        up = F.linear(_norm(self.block.mlp_norm, x), self.up, self.up_bias)
         if isinstance(self.mlp, GatedMLP):
             gate, value = up.chunk(2, dim=-1)
             hidden = F.silu(gate).mul_(value)
@@ -188,6 +192,22 @@ class _Layer:
             is_grouped = False
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
         return out.transpose(1, 2).flatten(2)
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm with few operations: on so few numbers each of them costs more than its arithmetic."""
+    if not isinstance(norm, RMSNorm) or x.dtype is not torch.float32 or x.is_cuda:
+        return norm(x)
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(norm.epsilon))).mul_(norm.weight)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`model.rope.rotate` with tables for both halves, the sines of the first negative: [B, T, N, D], [B, T, 1, R] twice."""
+    width = cos.shape[-1]
+    rotated = x[..., :width].to(cos.dtype)
+    swapped = torch.cat((rotated[..., width // 2 :], rotated[..., : width // 2]), dim=-1)
+    turned = torch.addcmul(rotated * cos, swapped, sin).to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 def _parts(layer: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,8 @@ Decisions:
   for fp32 on GPUs, needs heads repeated. Without the distinction an fp32 run on a GPU would silently materialise S x
   S scores.
 - Every token sees all earlier tokens of its sequence, or of its document where the batch numbers documents, or the nearest
-  ones only (sliding window). The two latter are an explicit S x S mask, which rules out the flash kernel; the others need heads repeated with it.
+  ones only (sliding window). The two latter are an explicit S x S mask, which rules out the flash kernel; the others need
+  heads repeated with it.
 - Heads are split over tp, so attention dropout draws other numbers on every tp rank.
 
 Legend: S sequence, B micro-batch, H hidden, N query heads, K key/value heads, D head size; `_local` is this tp rank's

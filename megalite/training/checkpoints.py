@@ -61,7 +61,7 @@ def _save(run: Run) -> None:
         versions={"torch": torch.__version__, "megalite": __version__},
     )
     if run.saver is None:
-        _saved(run, save_checkpoint(Path(output.save), tensors, manifest, run.grid.world))
+        _saved(run, save_checkpoint(Path(output.save), tensors, manifest, run.grid.world, hash_tensors=output.hash_tensors))
     else:
         run.saver.start(Path(output.save), tensors, manifest, lambda path: _saved(run, path))
 

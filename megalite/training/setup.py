@@ -164,7 +164,7 @@ def build_run_on(
         trace=PipelineTrace.start(grid, full_program.schedule, config.output.trace_pipeline),
         noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
         memory=MemoryReport.predict(config, full_program, grid) if config.memory.memory_report else None,
-        saver=BackgroundSaver(twin_axis(grid.world)) if config.output.async_save else None,
+        saver=BackgroundSaver(twin_axis(grid.world), config.output.hash_tensors) if config.output.async_save else None,
         stop=Stop(config.output, grid.world),
         state=TrainState(),
         checkpoint=checkpoint,

@@ -6,12 +6,13 @@ others). `tools/verify_reshard.py` trains on from all pairs.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from megalite.testing.layouts import Layout
-from megalite.testing.reshard import LAYOUTS, SAVED_AT, STEPS, load_and_train_on, problems, reshard_config, train_and_save
+from megalite.testing.reshard import LAYOUTS, SAVED_AT, STEPS, Loaded, load_and_train_on, problems, reshard_config, train_and_save
 from tests.ranks import run_ranks
 
 Saved = dict[Layout, tuple[Path, list[float]]]
@@ -36,3 +37,14 @@ def test_requirement_68_all_checkpoints_load_in_this_layout(saved: Saved, layout
         for (other, (_, straight)), result in zip(saved.items(), found, strict=True):
             assert problems(other, layout, result, straight) == [], str(other)
         assert [len(result.losses) for result in found] == [(STEPS - SAVED_AT) * trained for trained in is_trained_on.values()]
+
+
+def test_what_is_not_equal_is_a_problem() -> None:
+    one, other, losses = Layout(), Layout(pp=2), [4.0, 3.0]
+    assert problems(one, one, Loaded(unequal=[], losses=losses), losses) == []
+    assert "2 tensors differ after loading: a, b" in problems(one, other, Loaded(unequal=["a", "b"], losses=[]), losses)
+    near = Loaded(unequal=[], losses=[4.0, 3.0 * (1 + 2e-6)])
+    assert problems(one, other, near, losses) == []
+    assert problems(one, one, near, losses) == ["losses in the same layout are not equal bit for bit"]
+    assert "losses differ by 2.0e-05" in problems(one, other, Loaded(unequal=[], losses=[4.0, 3.0 * (1 + 2e-5)]), losses)[0]
+    assert "losses differ by inf" in problems(one, other, Loaded(unequal=[], losses=[4.0, math.nan]), losses)[0]

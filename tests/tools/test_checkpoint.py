@@ -161,7 +161,9 @@ def test_an_average_resumed_as_a_run_says_what_to_do(tmp_path: Path, capsys: pyt
     a, b = save(tmp_path, 1, values(1)), save(tmp_path, 2, values(2))
     written = Path(run(capsys, "average", a, b, "--out", tmp_path / "out")[2]["checkpoint"])
     assert "optimizer.layers.2.w.exp_avg" not in read_manifest(written).tensors
-    assert load_everything(written).endswith("holds no optimizer state: --load-weights-only takes the weights and starts with a fresh optimizer")
+    assert load_everything(written).endswith(
+        "holds no optimizer state: --load-weights-only takes the weights and starts with a fresh optimizer"
+    )
 
 
 def test_average_refuses_before_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
