@@ -38,7 +38,7 @@ def run(command: str | list[str], folder: Path, timeout: float = 580) -> subproc
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the project, for commands that write below it."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("tools", "examples", "pretrain_gpt.py"):
+    for name in ("tools", "examples", "tests", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

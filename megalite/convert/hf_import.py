@@ -104,12 +104,11 @@ def _check_names(reader: HFReader, shapes: Mapping[str, torch.Size], family: str
 
 def _make(reader: HFReader, name: str, family: str, shapes: Mapping[str, torch.Size]) -> Tensor:
     source, shape = source_of(name, family), shapes[name]
-    value = source.take(reader.read(source.name)).float()
-    if value.shape == shape:
-        return value.contiguous()
+    value = source.take(reader.read(source.name))
     is_vocabulary = name in ("embedding.word.weight", "head.output.weight")
-    if not is_vocabulary or value.shape[1:] != shape[1:] or value.shape[0] > shape[0]:
+    fits = value.shape == shape or (is_vocabulary and value.shape[1:] == shape[1:] and value.shape[0] <= shape[0])
+    if not fits:
         raise CheckpointError(f"{source.name} has shape {list(value.shape)}, {list(shape)} is wanted for {name}")
-    padded = value.new_zeros(shape)
-    padded[: value.shape[0]] = value
-    return padded
+    made = torch.zeros(shape)  # memory of its own: the planner gives it back once it is written
+    made[: value.shape[0]] = value
+    return made
