@@ -1,10 +1,13 @@
-"""Training speed on this machine's CPU: megalite on one rank against a plain PyTorch loop, and the same work on two ranks.
+"""Training speed on this machine's CPU: megalite against what its users would take instead, on the same model and data.
 
     python tools/bench_train.py                 small model, 5 rounds
+    python tools/bench_train.py --quick         one rank against the plain loop, within a minute
     python tools/bench_train.py --rounds 3 --steps 4
 
-Every round runs each contender once, in turn, so that drift of the machine hits all alike; printed are medians over rounds and ratios
-to the plain loop. One rank uses 2 threads, two ranks 1 thread each. The last line is JSON. Nothing else should run meanwhile.
+One rank (2 threads): a plain PyTorch loop, transformers' Llama where the extra `bench` is installed. Two ranks (1 thread each): the plain
+model under DDP and under FSDP2 (a unit per block), and megalite over tp, pp and dp with ZeRO 0, 1 and 3. Every round runs each contender
+once, in turn, so that drift of the machine hits all alike; printed are medians over rounds, and ratios as medians of the rounds' ratios.
+The last line is JSON. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,16 +16,21 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megalite.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megalite.data.mock import MockDataset
 from megalite.testing.layouts import Layout
 from megalite.testing.parity import build_in_this_world
+from megalite.testing.plain_model import PlainModel
 from megalite.testing.rank_pool import RankPool
 from megalite.training.loop import train_step
 
@@ -43,69 +51,27 @@ LAYOUTS = {
     "megalite, one rank": Layout(),
     "megalite, tp 2": Layout(tp=2, sequence_parallel=True),
     "megalite, pp 2": Layout(pp=2),
-    "megalite, dp 2": Layout(dp=2),
+    "megalite, dp 2, zero 0": Layout(dp=2),
+    "megalite, dp 2, zero 1": Layout(dp=2, zero=1),
+    "megalite, dp 2, zero 3": Layout(dp=2, zero=3),
 }
 PLAIN = "plain PyTorch loop, one rank"
+PEERS = {
+    PLAIN: ("plain", 1),
+    "transformers' Llama, one rank": ("transformers", 1),
+    "DDP, 2 ranks": ("DDP", 2),
+    "FSDP2, 2 ranks": ("FSDP2", 2),
+}
+QUICK = (PLAIN, "megalite, one rank")
 
 
-class PlainBlock(nn.Module):
-    """The block of CONFIG, written as anybody would: RMSNorm, grouped-query attention with RoPE, SwiGLU."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        hidden, self.heads, self.groups, self.size = model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_dim
-        self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=model.norm_epsilon), nn.RMSNorm(hidden, eps=model.norm_epsilon)
-        self.q = nn.Linear(hidden, self.heads * self.size, bias=False)
-        self.k = nn.Linear(hidden, self.groups * self.size, bias=False)
-        self.v = nn.Linear(hidden, self.groups * self.size, bias=False)
-        self.o = nn.Linear(self.heads * self.size, hidden, bias=False)
-        self.gate = nn.Linear(hidden, model.ffn_size, bias=False)
-        self.up = nn.Linear(hidden, model.ffn_size, bias=False)
-        self.down = nn.Linear(model.ffn_size, hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        y = self.norm1(x)
-        q, k, v = (
-            layer(y).view(batch, length, heads, self.size).transpose(1, 2)
-            for layer, heads in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class PlainModel(nn.Module):
-    def __init__(self, model: ModelConfig, length: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(model.known_vocab_size, model.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
-        self.head = nn.Linear(model.hidden_size, model.known_vocab_size, bias=False)
-        frequencies = model.rotary_base ** (-torch.arange(0, model.head_dim, 2) / model.head_dim)
-        angles = torch.arange(length)[:, None] * frequencies
-        self.cos, self.sin = angles.cos(), angles.sin()
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
-
-
-def run_plain(config: RunConfig, steps: int, threads: int) -> float:
-    """Median seconds of a step, without the first."""
+def run_plain(config: RunConfig, kind: str, steps: int, threads: int) -> float:
+    """Median seconds of a step, without the first. In every rank. kind: plain, DDP, FSDP2 or transformers."""
     torch.set_num_threads(threads)
-    model = PlainModel(config.model, config.data.seq_length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
-    size, micro = config.global_batch(1), config.train.micro_batch_size
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model, params = build_peer(config, kind)
+    optimizer = torch.optim.AdamW(params, lr=config.optim.lr, fused=True)
+    size, micro = config.global_batch(world) // world, config.train.micro_batch_size
     dataset = MockDataset(config.model.known_vocab_size, config.data.seq_length, (steps + 1) * size)
     seconds = []
     for step in range(steps + 1):
@@ -113,12 +79,56 @@ def run_plain(config: RunConfig, steps: int, threads: int) -> float:
         for first in range(0, size, micro):
             samples = [dataset[step * size + first + number] for number in range(micro)]
             tokens, labels = (torch.stack([torch.from_numpy(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
-            (model(tokens, labels) * micro / size).backward()
+            is_last = first + micro == size
+            with model.no_sync() if kind == "DDP" and not is_last else nullcontext():  # type: ignore[operator]
+                if kind == "FSDP2":
+                    model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                (model(tokens, labels) * micro / size).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])
+
+
+def build_peer(config: RunConfig, kind: str) -> tuple[nn.Module, list[nn.Parameter]]:
+    """A function (tokens, labels) -> loss, and its parameters."""
+    if kind == "transformers":
+        model: nn.Module = TransformersLlama(config.model, config.data.seq_length)
+        return model, list(model.parameters())
+    model = PlainModel(config.model, config.data.seq_length)
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif kind == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh)
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            module.set_gradient_divide_factor(float(dist.get_world_size()))  # type: ignore[operator]
+    return model, list(model.parameters())
+
+
+class TransformersLlama(nn.Module):
+    """transformers' Llama as its users train it: labels are given to the model (it shifts them by one itself)."""
+
+    def __init__(self, model: ModelConfig, length: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        settings = LlamaConfig(
+            vocab_size=model.known_vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_kv_heads,
+            max_position_embeddings=length,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(settings)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=labels).loss
 
 
 def run_megalite(config: RunConfig, layout: Layout, steps: int, threads: int) -> float:
@@ -147,22 +157,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="times that every contender runs (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of one run (default 4)")
+    parser.add_argument("--quick", action="store_true", help="one rank against the plain loop only, 2 rounds, within a minute")
     parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that everything runs; its figures say nothing")
     arguments = parser.parse_args()
     config = tiny(CONFIG) if arguments.tiny else CONFIG
-    seconds: dict[str, list[float]] = {PLAIN: [], **{name: [] for name in LAYOUTS}}
+    names = [name for name in (*PEERS, *LAYOUTS) if not arguments.quick or name in QUICK]
+    if find_spec("transformers") is None:
+        names = [name for name in names if not name.startswith("transformers")]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with RankPool(max_ranks=2) as pool:
-        for _ in range(arguments.rounds):
-            seconds[PLAIN] += pool.run(run_plain, 1, config, arguments.steps, 2, timeout=600)
-            for name, layout in LAYOUTS.items():
-                threads = 2 // layout.world_size
-                seconds[name].append(max(pool.run(run_megalite, layout.world_size, config, layout, arguments.steps, threads, timeout=600)))
+        for _ in range(2 if arguments.quick else arguments.rounds):
+            for name in names:
+                seconds[name].append(run_once(pool, config, name, 2 if arguments.quick else arguments.steps))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     tokens = config.global_batch(1) * config.data.seq_length
     print(f"{'':30s} {'s/step':>8s} {'tokens/s':>9s} {'speed against plain':>20s}")
     for name, median in medians.items():
         print(f"{name:30s} {median:8.3f} {tokens / median:9,.0f} {medians[PLAIN] / median:20.2f}")
-    print(json.dumps({"seconds_per_step": medians, "speed_ratio": {name: medians[PLAIN] / m for name, m in medians.items()}}))
+    ratios = {name: statistics.median(a / b for a, b in zip(seconds[PLAIN], values, strict=True)) for name, values in seconds.items()}
+    print(json.dumps({"seconds_per_step": medians, "speed_ratio": ratios, "step_time_over_peer": against_peers(seconds)}))
+
+
+def run_once(pool: RankPool, config: RunConfig, name: str, steps: int) -> float:
+    """Seconds of a step, of the slowest rank."""
+    if name in PEERS:
+        kind, ranks = PEERS[name]
+        return max(pool.run(run_plain, ranks, config, kind, steps, 2 // ranks, timeout=600))
+    layout = LAYOUTS[name]
+    return max(pool.run(run_megalite, layout.world_size, config, layout, steps, 2 // layout.world_size, timeout=600))
+
+
+def against_peers(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Median over rounds of our step time over that of the peer that does the same."""
+    pairs = {"zero 0 over DDP": ("megalite, dp 2, zero 0", "DDP, 2 ranks"), "zero 1 over DDP": ("megalite, dp 2, zero 1", "DDP, 2 ranks"),
+             "zero 3 over FSDP2": ("megalite, dp 2, zero 3", "FSDP2, 2 ranks")}  # fmt: skip
+    return {
+        name: round(statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)), 3)
+        for name, (ours, theirs) in pairs.items()
+        if ours in seconds and theirs in seconds
+    }
 
 
 if __name__ == "__main__":
