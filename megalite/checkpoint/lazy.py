@@ -34,12 +34,20 @@ class LazyPlanner(DefaultSavePlanner):
         return FileSystemWriter(folder, per_thread_copy_ahead=0)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if self._written is not None:
-            self._written.untyped_storage().resize_(0)
+        self.release()
         name = write_item.index.fqn
         tensor = self._make(name)
         planned = self.state_dict[name]
         assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), f"{name} is not what was planned"
         self.hashes[name] = hash_of(tensor.clone())  # hashing lends the memory to NumPy, which then cannot be given back
+        return self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """`tensor`, whose memory the next `release` takes."""
         self._written = tensor
         return tensor
+
+    def release(self) -> None:
+        """Take the memory of the tensor that was written last."""
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)

@@ -2,5 +2,6 @@
 
 from megalite.convert.hf_export import export_hf
 from megalite.convert.hf_import import import_hf
+from megalite.convert.load import is_hf_folder, load_any
 
-__all__ = ["export_hf", "import_hf"]
+__all__ = ["export_hf", "import_hf", "is_hf_folder", "load_any"]

@@ -64,14 +64,17 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
         logits = _penalised(logits, sampling.repetition_penalty, seen)
     if sampling.temperature == 0:
         return int(logits.argmax())
-    values, candidates = torch.topk(logits.double(), min(sampling.top_k or len(logits), len(logits)))
-    probabilities = torch.softmax((values - values[0]) / sampling.temperature, dim=-1)
+    values, candidates = logits.double(), None
+    if sampling.top_k is not None or sampling.top_p is not None:  # sorting a whole vocabulary takes longer than drawing from it
+        values, candidates = torch.topk(values, min(sampling.top_k or len(values), len(values)))
+    probabilities = torch.softmax((values - values.max()) / sampling.temperature, dim=-1)
     if sampling.top_p is not None:
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     if sampling.min_p is not None:
-        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities[0], 0.0)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities.max(), 0.0)
+    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+    return drawn if candidates is None else int(candidates[drawn])
 
 
 def _penalised(logits: Tensor, penalty: float, seen: Iterable[int]) -> Tensor:
