@@ -4,8 +4,9 @@
 // operations, thirty per layer, half of the time goes into calling them. Here a step is one call. Python keeps all memory (weights, the
 // cache, the tables of rotations) and hands over addresses; megalite/generation/native.py checks that they are what is expected here.
 //
-// Threads: a team that waits between steps and meets at a barrier after every product. A waiting thread first spins, then gives its
-// processor away, so that a busy machine makes steps slow and not endless.
+// Threads: a team that waits between steps. In a step it goes through phases (a product, or the attention of all heads) that begin when the
+// one before is complete. A phase's work is taken in parts by whoever is there, so a thread that lost its processor holds up no more than
+// the part that it has taken. Who waits spins first, then gives its processor away.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -76,12 +77,17 @@ struct Work {
     }
 };
 
+struct alignas(64) Phase {
+    std::atomic<int> taken{0}, done{0};
+};
+
 struct Step {
     std::vector<std::int64_t> tokens, positions;
     const std::vector<CachePart> &cache;
     std::int64_t slots;
     float *logits;
     Work *work;
+    Phase *phases;
 };
 
 class Team {
@@ -102,36 +108,44 @@ class Team {
         for (auto &thread : threads_) thread.join();
     }
 
+    // work(thread) on all threads; over when none is in it any more
     void run(std::function<void(int)> work) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             work_ = std::move(work);
+            busy_.store(size - 1, std::memory_order_relaxed);
             ++round_;
         }
         begin_.notify_all();
         work_(0);
-        wait();  // nobody is in the work any more
+        until([&] { return busy_.load(std::memory_order_acquire) == 0; });
     }
 
-    void wait() {
-        if (size == 1) return;
-        int phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
-            return;
+    // body(begin, end) for parts of 0 .. total, some of them here; returns when all of them are done
+    template <class Body> void share(Phase &phase, int total, int part, Body body) {
+        for (int begin; (begin = phase.taken.fetch_add(part, std::memory_order_relaxed)) < total;) {
+            int end = begin + part < total ? begin + part : total;
+            body(begin, end);
+            phase.done.fetch_add(end - begin, std::memory_order_release);
         }
-        for (int turns = 0; phase_.load(std::memory_order_acquire) == phase; ++turns) {
-            if (turns < 2000) pause();
-            else std::this_thread::yield();
-        }
+        until([&] { return phase.done.load(std::memory_order_acquire) == total; });
     }
+
+    // four parts for every thread, of whole blocks of rows
+    int part(int total) const { return size == 1 ? total : (total / (4 * size) + 16) / 16 * 16; }
 
   private:
     static void pause() {
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
 #endif
+    }
+
+    template <class Condition> static void until(Condition condition) {
+        for (int turns = 0; !condition(); ++turns) {
+            if (turns < 2000) pause();
+            else std::this_thread::yield();
+        }
     }
 
     void serve(int thread) {
@@ -143,7 +157,7 @@ class Team {
                 if (ended_) return;
             }
             work_(thread);
-            wait();
+            busy_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -153,7 +167,7 @@ class Team {
     std::function<void(int)> work_;
     long round_ = 0;
     bool ended_ = false;
-    std::atomic<int> arrived_{0}, phase_{0};
+    std::atomic<int> busy_{0};
 };
 
 namespace plain {
@@ -242,7 +256,8 @@ class Stepper {
         std::lock_guard<std::mutex> lock(mutex_);
         m_.cos = at<const float>(cos), m_.sin = at<const float>(sin);
         work_.fit(m_, tokens.size(), slots, team_.size);
-        Step s{tokens, positions, parts, slots, at<float>(logits), &work_};
+        std::vector<Phase> phases(m_.layers.size() * 5 + 2);
+        Step s{tokens, positions, parts, slots, at<float>(logits), &work_, phases.data()};
         team_.run([&](int thread) { run(m_, s, team_, thread); });
     }
 

@@ -235,27 +235,29 @@ template <class W, class C> void run(const Model &m, const Step &s, Team &team, 
     Work &work = *s.work;
     float *x = work.x.data(), *qkv = work.qkv.data(), *attended = work.attended.data(), *hidden = work.hidden.data();
     float *normed = work.normed[thread].data(), *scores = work.scores[thread].data();
-    auto share = [&](int n) { return std::pair<int, int>(n * std::int64_t(thread) / team.size, n * std::int64_t(thread + 1) / team.size); };
     auto norm_all = [&](const float *weight, const float *bias) {
         for (int b = 0; b < B; ++b) norm(x + std::size_t(b) * H, weight, bias, m.centred, m.epsilon, H, normed + std::size_t(b) * H);
     };
-    if (thread == 0)
+    Phase *phase = s.phases;
+    team.share(*phase++, 1, 1, [&](int, int) {
         for (int b = 0; b < B; ++b)
             for (int i = 0; i < H; ++i) {
                 x[std::size_t(b) * H + i] = value(static_cast<const W *>(m.word)[std::size_t(s.tokens[b]) * H + i]);
                 if (m.position) x[std::size_t(b) * H + i] += m.position[std::size_t(s.positions[b]) * H + i];
             }
-    team.wait();
+    });
     for (std::size_t number = 0; number < m.layers.size(); ++number) {
         const Layer &layer = m.layers[number];
         const CachePart &cache = s.cache[number];
-        norm_all(layer.attention_norm, layer.attention_norm_bias);
-        auto [first, last] = share(width);
-        product<W>(layer.qkv, first, last, H, normed, H, B, [&](int row, int b, float y) {
-            qkv[std::size_t(b) * width + row] = y + (layer.qkv_bias ? layer.qkv_bias[row] : 0.0f);
+        bool is_normed = false;  // by this thread, once it has a part of what follows
+        team.share(*phase++, width, team.part(width), [&](int first, int last) {
+            if (!is_normed) norm_all(layer.attention_norm, layer.attention_norm_bias);
+            is_normed = true;
+            product<W>(layer.qkv, first, last, H, normed, H, B, [&](int row, int b, float y) {
+                qkv[std::size_t(b) * width + row] = y + (layer.qkv_bias ? layer.qkv_bias[row] : 0.0f);
+            });
         });
-        team.wait();
-        for (int task = thread; task < B * K; task += team.size) {  // a key/value head of a row with its queries
+        team.share(*phase++, B * K, 1, [&](int task, int) {  // a key/value head of a row with its queries
             int b = task / K, g = task % K;
             float *q = qkv + std::size_t(b) * width + g * group * D, *k = qkv + std::size_t(b) * width + (N + g) * D, *v = k + K * D;
             const float *cos = m.cos + std::size_t(s.positions[b]) * m.half, *sin = m.sin + std::size_t(s.positions[b]) * m.half;
@@ -276,31 +278,34 @@ template <class W, class C> void run(const Model &m, const Step &s, Team &team, 
             for (int head = 0; head < group; ++head)
                 attend<C>(q + head * D, keys + (line + begin) * D, values + (line + begin) * D, key_scales, value_scales, end - begin, D,
                           1.0f / std::sqrt(float(D)), scores, attended + (std::size_t(b) * N + g * group + head) * D);
-        }
-        team.wait();
-        std::tie(first, last) = share(H);
-        product<W>(layer.out, first, last, N * D, attended, std::size_t(N) * D, B, [&](int row, int b, float y) {
-            x[std::size_t(b) * H + row] += y + (layer.out_bias ? layer.out_bias[row] : 0.0f);
         });
-        team.wait();
-        norm_all(layer.mlp_norm, layer.mlp_norm_bias);
-        std::tie(first, last) = share(F);
-        product<W>(layer.up, first, last, H, normed, H, B, [&](int row, int b, float y) {
-            y += layer.up_bias ? layer.up_bias[row] : 0.0f;
-            hidden[std::size_t(b) * F + row] = activated(y, m.activation);
+        team.share(*phase++, H, team.part(H), [&](int first, int last) {
+            product<W>(layer.out, first, last, N * D, attended, std::size_t(N) * D, B, [&](int row, int b, float y) {
+                x[std::size_t(b) * H + row] += y + (layer.out_bias ? layer.out_bias[row] : 0.0f);
+            });
         });
-        if (m.gated)
+        is_normed = false;
+        team.share(*phase++, F, team.part(F), [&](int first, int last) {
+            if (!is_normed) norm_all(layer.mlp_norm, layer.mlp_norm_bias);
+            is_normed = true;
+            product<W>(layer.up, first, last, H, normed, H, B, [&](int row, int b, float y) {
+                hidden[std::size_t(b) * F + row] = activated(y + (layer.up_bias ? layer.up_bias[row] : 0.0f), m.activation);
+            });
+            if (!m.gated) return;
             product<W>(static_cast<const W *>(layer.up) + std::size_t(F) * H, first, last, H, normed, H, B, [&](int row, int b, float y) {
                 hidden[std::size_t(b) * F + row] *= y + (layer.up_bias ? layer.up_bias[F + row] : 0.0f);
             });
-        team.wait();
-        std::tie(first, last) = share(H);
-        product<W>(layer.down, first, last, F, hidden, F, B, [&](int row, int b, float y) {
-            x[std::size_t(b) * H + row] += y + (layer.down_bias ? layer.down_bias[row] : 0.0f);
         });
-        team.wait();
+        team.share(*phase++, H, team.part(H), [&](int first, int last) {
+            product<W>(layer.down, first, last, F, hidden, F, B, [&](int row, int b, float y) {
+                x[std::size_t(b) * H + row] += y + (layer.down_bias ? layer.down_bias[row] : 0.0f);
+            });
+        });
     }
-    norm_all(m.norm, m.norm_bias);
-    auto [first, last] = share(m.vocab);
-    product<W>(m.head, first, last, H, normed, H, B, [&](int row, int b, float y) { s.logits[std::size_t(b) * m.vocab + row] = y; });
+    bool is_normed = false;
+    team.share(*phase++, m.vocab, team.part(m.vocab), [&](int first, int last) {
+        if (!is_normed) norm_all(m.norm, m.norm_bias);
+        is_normed = true;
+        product<W>(m.head, first, last, H, normed, H, B, [&](int row, int b, float y) { s.logits[std::size_t(b) * m.vocab + row] = y; });
+    });
 }

@@ -23,13 +23,12 @@ from megalite.convert.hf_config import family_of, model_from_hf, model_to_hf, re
 from megalite.convert.hf_files import write_shards
 from megalite.convert.hf_import import COMPANIONS
 from megalite.convert.hf_names import source_of
-from megalite.convert.source import open_source
+from megalite.convert.source import DTYPES, open_source
 from megalite.convert.writing import VOCABULARY, logical_shapes
 from megalite.errors import ConfigError
 
-__all__ = ["export_hf"]
+__all__ = ["export_hf", "plan_tensors"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -41,10 +40,10 @@ def export_hf(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] =
     reader, settings = open_source(path, out)
     model = settings.model
     family = family_of(model)
-    parts, shapes = _plan(model, family)
+    parts, shapes = plan_tensors(model, family)
     companions = _companions(reader.checkpoint, settings)
     out.mkdir(parents=True, exist_ok=True)
-    write_shards(out, shapes, lambda name: _join(reader, parts[name], family, model), _DTYPES[dtype], max_shard_bytes)
+    write_shards(out, shapes, lambda name: _join(reader, parts[name], family, model), DTYPES[dtype], max_shard_bytes)
     config = _configuration(model, companions) | {"torch_dtype": _HF_DTYPES[dtype]}
     if "dtype" in config:
         config["dtype"] = _HF_DTYPES[dtype]
@@ -61,7 +60,8 @@ def _companions(checkpoint: Path, settings: RunConfig) -> Path:
     return Path(tokenizer) if not beside.is_dir() and settings.data.tokenizer_type == "hf" and tokenizer is not None else beside
 
 
-def _plan(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+def plan_tensors(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+    """({file tensor: ours that make it}, {file tensor: shape}), in the order of writing."""
     """({their name: our names that make it}, {their name: its shape})."""
     parts: dict[str, list[str]] = {}
     shapes: dict[str, list[int]] = {}

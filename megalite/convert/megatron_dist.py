@@ -52,7 +52,8 @@ class DistTensors:
         return set(self._places)
 
     def read(self, name: str) -> Tensor:
-        return torch.cat([self._read(key, layer) for key, layer in self._places[name]])
+        pieces = [self._read(key, layer) for key, layer in self._places[name]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def common(self) -> dict[str, Any]:
         """What is no tensor: settings, step, and so on; from common.pt, or from among the tensors where newer versions put it."""
@@ -87,6 +88,8 @@ class DistTensors:
         planner = _Planner(torch.empty(0))
         self._run(planner, [item], key)
         found = load_torch(io.BytesIO(planner.content))
+        if isinstance(found, list) and len(found) == 1:  # Megatron puts every object into a list of its own
+            found = found[0]
         return load_torch(found) if isinstance(found, io.BytesIO) else found
 
     def _run(self, planner: LoadPlanner, items: Sequence[ReadItem], key: str) -> None:

@@ -84,6 +84,10 @@ class Rows:
         parts = (y.unflatten(0, (self.kv_heads, -1)) for y in (q, k, v))
         return torch.cat(list(parts), dim=1).flatten(0, 1)
 
+    def halved(self, value: Tensor) -> Tensor:
+        """q or k by itself ([heads x D, ...]), with rotated channels in halves."""
+        return self._turned(value.unflatten(0, (-1, self.head_dim))).flatten(0, 1)
+
     def _turned(self, heads: Tensor) -> Tensor:
         if not self.turns_in_pairs:
             return heads

@@ -49,6 +49,9 @@ class Inert:
 
     args: tuple[Any, ...]
 
+    def __call__(self, *args: Any) -> Inert:
+        return Inert(self, *args)
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 

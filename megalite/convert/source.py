@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from megalite.checkpoint import newest_checkpoint
 from megalite.checkpoint.files import check_contents
 from megalite.checkpoint.reading import TensorReader
@@ -12,7 +14,9 @@ from megalite.convert.writing import logical_shapes
 from megalite.errors import CheckpointError, ConfigError
 from megalite.grid import Axis
 
-__all__ = ["open_source"]
+__all__ = ["DTYPES", "open_source"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_source(path: Path, out: Path) -> tuple[TensorReader, RunConfig]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalite import comm
 from megalite.errors import ConfigError, DataError, MegaliteError
-from megalite.generation.choice import Sampling, choose
+from megalite.generation.choice import Sampling, are_finite, choose
 from megalite.generation.decoder import Decoder
 from megalite.grid import Axis
 from megalite.model import GPTStage
@@ -155,7 +155,7 @@ class _Run:
     def _choice(self, row: _Row) -> int:
         assert row.logits is not None, "the last stage has logits"
         logits = row.logits[: self.vocab_size].float().cpu()
-        if not torch.isfinite(logits).all():
+        if not are_finite(logits):
             return _NOT_FINITE
         return choose(logits, self.sampling, row.generator, row.ids)
 
