@@ -1,8 +1,8 @@
-"""Builds the C++ extensions (index builder, word cache); everything else about the package stands in pyproject.toml.
+"""Builds the C++ extensions (index builder, word cache, decoding steps); everything else about the package stands in pyproject.toml.
 
 Decisions:
 - The extensions are optional: without a working compiler the package still installs, and says so, because data
-  preparation has the same functions in Python.
+  preparation and generation have the same functions in Python.
 - `-UNDEBUG`: Python's own build flags switch `assert` off, and with it the consistency checks of the C++ code.
 - The C++ standard is fixed here: probing for it needs a compiler before setuptools can forgive its absence.
 """
@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 NOT_BUILT = (
     "\n*** {name} was NOT built ({reason}).\n"
-    "*** megalite works without it; building the index of a large data set, or preprocessing one, will be slower.\n"
+    "*** megalite works without it; building the index of a large data set, preprocessing one, or generating on a CPU will be slower.\n"
     "*** To get it: install a C++17 compiler (g++ or clang++), then run pip install again.\n"
 )
 
@@ -49,6 +49,16 @@ setup(
             ["csrc/word_cache.cpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-UNDEBUG"],
+            optional=True,
+        ),
+        Pybind11Extension(
+            "megalite._decode",
+            ["csrc/decode.cpp"],
+            cxx_std=17,
+            depends=["csrc/decode_kernels.hpp"],
+            # vectors of 64 bytes are passed between inlined functions only, so no other code meets their calling convention
+            extra_compile_args=["-O3", "-UNDEBUG", "-Wno-psabi", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         ),
     ],

@@ -43,6 +43,7 @@ LEVELS = {
     **{f"megalite.pipeline.{name}": 0 for name in PURE_PIPELINE_FILES},
     "megalite._index_builder": 0,
     "megalite._word_cache": 0,
+    "megalite._decode": 0,
     "megalite.grid": 1,
     "megalite.log": 1,
     "megalite.comm": 2,

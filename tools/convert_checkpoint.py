@@ -1,14 +1,19 @@
-"""Convert checkpoints: from a Hugging Face folder to megalite, and back.
+"""Convert checkpoints: Hugging Face, Megatron or GGUF to megalite, and megalite to Hugging Face or Megatron.
 
     python tools/convert_checkpoint.py --from hf --to megalite --input Llama-3.2-1B --output runs/llama
+    python tools/convert_checkpoint.py --from megatron --to megalite --input checkpoints --vocab-size 50257 --output runs/gpt
+    python tools/convert_checkpoint.py --from gguf --to megalite --input SmolLM2-135M.gguf --output runs/smollm
     python tools/convert_checkpoint.py --from megalite --to hf --input runs/llama --output Llama-converted
 
-The first writes a folder that any layout loads:
+What becomes megalite is a folder that any layout loads:
     torchrun --nproc-per-node 4 pretrain_gpt.py --config runs/llama/config.toml --load runs/llama --load-weights-only --tp 2 --pp 2 ...
-The second takes the newest checkpoint of a --save folder, whatever layout wrote it; the result loads with `from_pretrained`.
+What comes from megalite is the newest checkpoint of a --save folder, whatever layout wrote it. A Hugging Face folder loads with
+`from_pretrained`; a Megatron one is torch_dist, which Megatron loads at any layout of its own (--load DIR --ckpt-format torch_dist).
 
-Families: GPT-2, Llama 2 and 3, Mistral, Qwen2, Qwen3 (dense). Anything in a configuration that is not known is an error. Optimizer state
-is not converted. Memory: a few times the largest tensor. Exit code 2 for a model or folder that cannot be converted.
+Families: GPT-2, Llama 2 and 3, Mistral, Qwen2, Qwen3 (dense). Megatron's torch_dist and its older files per rank are read. A checkpoint
+of Megatron knows its settings but not the true vocabulary (--vocab-size); --model-config gives both in place of what is stored.
+Anything in a configuration that is not known is an error. Optimizer state is not converted. Memory: a few times the largest tensor.
+Exit code 2 for a model or folder that cannot be converted.
 """
 
 from __future__ import annotations
@@ -21,33 +26,56 @@ from pathlib import Path
 
 from megalite.errors import MegaliteError
 
+SOURCES, TARGETS = ("hf", "megatron", "gguf"), ("hf", "megatron")
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", choices=("hf", "megalite"), required=True, help="format of --input")
-    parser.add_argument("--to", dest="target", choices=("hf", "megalite"), required=True, help="format of --output")
-    parser.add_argument("--input", type=Path, required=True, help="folder to read")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must not hold anything of the kind yet")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format of exported weights")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest exported file in GB (default 5)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--from", dest="source", choices=(*SOURCES, "megalite"), required=True, help="format of --input")
+    add("--to", dest="target", choices=(*TARGETS, "megalite"), required=True, help="format of --output")
+    add("--input", type=Path, required=True, help="folder (for gguf: file) to read")
+    add("--output", type=Path, required=True, help="folder to write; it must not hold anything of the kind yet")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format of exported weights")
+    add("--max-shard-gb", type=float, default=5.0, help="largest exported file of Hugging Face's format, in GB (default 5)")
+    add("--vocab-size", type=int, metavar="V", help="from megatron: the tokenizer's true number of tokens")
+    add(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="from megatron: what the model is (config.json, config.toml or their folder)",
+    )
     options = parser.parse_args(arguments)
-    if options.source == options.target:
-        parser.error(f"--from and --to are both {options.source}")
+    if (options.source == "megalite") == (options.target == "megalite"):
+        parser.error(f"--from {options.source} --to {options.target}: one of them must be megalite, and not both")
     if options.max_shard_gb <= 0:
         parser.error("--max-shard-gb must be above 0")
+    if options.source != "megatron" and (options.vocab_size or options.model_config):
+        parser.error("--vocab-size and --model-config are for --from megatron: other formats say it themselves")
     return options
+
+
+def convert(options: argparse.Namespace) -> Path:
+    """Raises MegaliteError subclasses."""
+    from megalite.convert import export_hf, export_megatron, import_gguf, import_hf, import_megatron, model_from_file
+
+    if options.source == "hf":
+        return import_hf(options.input, options.output)
+    if options.source == "gguf":
+        return import_gguf(options.input, options.output)
+    if options.source == "megatron":
+        model = None if options.model_config is None else model_from_file(options.model_config)
+        return import_megatron(options.input, options.output, model=model, vocab_size=options.vocab_size)
+    if options.target == "hf":
+        return export_hf(options.input, options.output, dtype=options.dtype, max_shard_bytes=round(options.max_shard_gb * 10**9))
+    return export_megatron(options.input, options.output, dtype=options.dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from megalite.convert import export_hf, import_hf
-
     begin = time.perf_counter()
     try:
-        if options.source == "hf":
-            path = import_hf(options.input, options.output)
-        else:
-            path = export_hf(options.input, options.output, dtype=options.dtype, max_shard_bytes=round(options.max_shard_gb * 10**9))
+        path = convert(options)
     except MegaliteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -195,6 +195,8 @@ def model_to_hf(model: ModelConfig) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "torch_dtype": "float32",
         "use_cache": True,
+        "bos_token_id": None,  # a family's defaults are tokens of another vocabulary
+        "eos_token_id": None,
     }
     return common | (_gpt2_fields(model) if family == "gpt2" else _llama_fields(model, family))
 

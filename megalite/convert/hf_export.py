@@ -17,20 +17,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import newest_checkpoint
-from megalite.checkpoint.files import check_contents
 from megalite.checkpoint.reading import TensorReader
 from megalite.config import ModelConfig, RunConfig
 from megalite.convert.hf_config import family_of, model_from_hf, model_to_hf, read_hf_config
 from megalite.convert.hf_files import write_shards
-from megalite.convert.hf_import import COMPANIONS, logical_shapes
+from megalite.convert.hf_import import COMPANIONS
 from megalite.convert.hf_names import source_of
-from megalite.errors import CheckpointError, ConfigError
-from megalite.grid import Axis
+from megalite.convert.source import DTYPES, open_source
+from megalite.convert.writing import VOCABULARY, logical_shapes
+from megalite.errors import ConfigError
 
-__all__ = ["export_hf"]
+__all__ = ["export_hf", "plan_tensors"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -39,23 +37,13 @@ def export_hf(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] =
 
     Raises CheckpointError, or ConfigError for a model that no family of Hugging Face computes.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; give --output another path")
-    checkpoint = newest_checkpoint(path)
-    reader = TensorReader(checkpoint)
-    check_contents(checkpoint, reader.manifest.files, Axis.single("world"))
-    try:
-        model = RunConfig.from_dict(reader.manifest.config).model
-    except ConfigError as error:
-        raise CheckpointError(f"the manifest of {checkpoint} holds settings this megalite cannot read: {error}") from error
+    reader, settings = open_source(path, out)
+    model = settings.model
     family = family_of(model)
-    parts, shapes = _plan(model, family)
-    missing = sorted(name for names in parts.values() for name in names if f"model.{name}" not in reader.stored)
-    if missing:
-        raise CheckpointError(f"{checkpoint} lacks {', '.join(missing[:5])}")
-    companions = checkpoint.parent / "hf"
+    parts, shapes = plan_tensors(model, family)
+    companions = _companions(reader.checkpoint, settings)
     out.mkdir(parents=True, exist_ok=True)
-    write_shards(out, shapes, lambda name: _join(reader, parts[name], family, model), _DTYPES[dtype], max_shard_bytes)
+    write_shards(out, shapes, lambda name: _join(reader, parts[name], family, model), DTYPES[dtype], max_shard_bytes)
     config = _configuration(model, companions) | {"torch_dtype": _HF_DTYPES[dtype]}
     if "dtype" in config:
         config["dtype"] = _HF_DTYPES[dtype]
@@ -66,7 +54,14 @@ def export_hf(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] =
     return out
 
 
-def _plan(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+def _companions(checkpoint: Path, settings: RunConfig) -> Path:
+    """The folder of what goes with the weights: beside an imported checkpoint, or where its fine-tuned successor has its tokenizer from."""
+    beside, tokenizer = checkpoint.parent / "hf", settings.data.tokenizer_model
+    return Path(tokenizer) if not beside.is_dir() and settings.data.tokenizer_type == "hf" and tokenizer is not None else beside
+
+
+def plan_tensors(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+    """({file tensor: ours that make it}, {file tensor: shape}), in the order of writing."""
     """({their name: our names that make it}, {their name: its shape})."""
     parts: dict[str, list[str]] = {}
     shapes: dict[str, list[int]] = {}
@@ -74,7 +69,7 @@ def _plan(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[s
         source = source_of(name, family)
         parts.setdefault(source.name, []).append(name)
         size = list(shape)
-        if name in ("embedding.word.weight", "head.output.weight"):
+        if name in VOCABULARY:
             size[0] = model.known_vocab_size
         size = size[::-1] if source.is_transposed else size
         if source.third is not None:
@@ -85,7 +80,7 @@ def _plan(model: ModelConfig, family: str) -> tuple[dict[str, list[str]], dict[s
 
 def _join(reader: TensorReader, names: list[str], family: str, model: ModelConfig) -> Tensor:
     ours = [reader.read(f"model.{name}") for name in names]
-    if names[0] in ("embedding.word.weight", "head.output.weight"):
+    if names[0] in VOCABULARY:
         return ours[0][: model.known_vocab_size]
     whole = torch.cat(ours) if len(ours) > 1 else ours[0]
     return whole.t() if source_of(names[0], family).is_transposed else whole

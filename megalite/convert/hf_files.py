@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,11 @@ class HFReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stack = ExitStack()
         self._get: dict[str, Callable[[], Tensor]] = {}
         try:
             for file, names in _files_of(folder).items():
                 self._open(folder / file, names)
         except (OSError, ValueError, SafetensorError, RuntimeError) as error:
-            self._stack.close()
             raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
 
     @property
@@ -61,7 +58,6 @@ class HFReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
         self._get.clear()
 
     def _known(self, name: str) -> str:
@@ -73,12 +69,18 @@ class HFReader:
             stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             self._get |= {name: (lambda value=value: value) for name, value in stored.items()}
             return
-        file = self._stack.enter_context(safe_open(path, framework="pt"))
-        present = set(file.keys())
+        with safe_open(path, framework="pt") as file:
+            present = set(file.keys())
         missing = sorted(set(names or ()) - present)
         if missing:
             raise ValueError(f"{path.name} lacks {', '.join(missing[:5])}, which the index says it has")
-        self._get |= {name: (lambda name=name: file.get_tensor(name)) for name in names or present}
+        self._get |= {name: (lambda name=name: _tensor(path, name)) for name in names or present}
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    """Opens the file for it alone: an open one keeps in memory whatever was read from it."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def _files_of(folder: Path) -> dict[str, list[str] | None]:

@@ -4,6 +4,8 @@ Decisions
 - In this order: repetition penalty on logits, temperature, top k, top p, min p; the likeliest token always remains.
 - Probabilities are computed in fp64 on the CPU from a generator of the row's own: a temperature however small does not overflow, the
   same seed draws the same way on every device, and no row depends on the others.
+- What can be done by NumPy is: torch would wake its threads for a vocabulary's length of numbers, and on a busy machine waiting for them
+  takes longer than the model.
 
 Legend: V vocabulary.
 """
@@ -13,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megalite.errors import ConfigError
 
-__all__ = ["Sampling", "choose"]
+__all__ = ["Sampling", "are_finite", "choose"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +61,28 @@ class Sampling:
             raise ConfigError(violations)
 
 
+def are_finite(logits: Tensor) -> bool:
+    """logits: fp32 [V] on the CPU."""
+    return bool(np.isfinite(logits.numpy()).all())
+
+
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Iterable[int] = ()) -> int:
-    """One id from logits [V] on the CPU. seen: tokens that occurred, for the penalty."""
+    """One id from logits, fp32 [V] on the CPU. seen: tokens that occurred, for the penalty."""
     if sampling.repetition_penalty != 1.0:
         logits = _penalised(logits, sampling.repetition_penalty, seen)
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    values, candidates = torch.topk(logits.double(), min(sampling.top_k or len(logits), len(logits)))
-    probabilities = torch.softmax((values - values[0]) / sampling.temperature, dim=-1)
+        return int(np.argmax(logits.numpy()))
+    values, candidates = torch.from_numpy(logits.numpy().astype(np.float64)), None
+    if sampling.top_k is not None or sampling.top_p is not None:  # sorting a whole vocabulary takes longer than drawing from it
+        values, candidates = torch.topk(values, min(sampling.top_k or len(values), len(values)))
+    probabilities = torch.softmax((values - values.max()) / sampling.temperature, dim=-1)
     if sampling.top_p is not None:
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     if sampling.min_p is not None:
-        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities[0], 0.0)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities.max(), 0.0)
+    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+    return drawn if candidates is None else int(candidates[drawn])
 
 
 def _penalised(logits: Tensor, penalty: float, seen: Iterable[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""From tokens that come one at a time to text that can be shown at once.
+"""From text to the model's tokens, and from tokens that come one at a time to text that can be shown at once.
 
 Decisions
 - A piece is held back while it ends in the middle of a character, or in what may be the beginning of a stop string.
@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["TextStream"]
+from megalite.config import RunConfig
+from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.errors import ConfigError, DataError
+from megalite.log import get_logger
+
+__all__ = ["TextStream", "load_tokenizer", "prompt_ids"]
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -60,3 +65,30 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def load_tokenizer(config: RunConfig, kind: str | None = None, model: str | None = None) -> Tokenizer:
+    """The tokenizer of this kind and file, else the one that the run names. Raises ConfigError where there is none, DataError where it has
+    more ids than the model."""
+    found = kind or config.data.tokenizer_type
+    if found is None:
+        raise ConfigError("the run names no tokenizer: give --tokenizer-type, and --tokenizer-model unless it is bytes")
+    tokenizer = build_tokenizer(found, model or (config.data.tokenizer_model if kind is None else None))
+    if tokenizer.vocab_size > config.model.known_vocab_size:
+        raise DataError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model knows {config.model.vocab_size}: "
+            "give the tokenizer that it was trained with (--tokenizer-type, --tokenizer-model)"
+        )
+    if tokenizer.vocab_size < config.model.known_vocab_size:
+        sizes = f"{tokenizer.vocab_size} ids, the model has {config.model.vocab_size}"
+        get_logger().warning(f"tokenizer {tokenizer.name} has {sizes}: the text is only right if those are spare rows")
+    return tokenizer
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The prompt's ids, never none: a model that begins a document has just seen the end of the one before."""
+    if prompt:
+        return tokenizer.encode(prompt)
+    if tokenizer.eod_id is None:
+        raise ConfigError(f"{tokenizer.name} has no end-of-document token to begin a document after: give --prompt")
+    return [tokenizer.eod_id]

@@ -113,6 +113,8 @@ def test_requirements_78_82_a_written_configuration_says_what_was_read(imported:
     shutil.copytree(imported / family, lonely, ignore=shutil.ignore_patterns("hf"))
     out = export_hf(lonely, tmp_path / "out")
     again = import_hf(out, tmp_path / "again")
+    written = json.loads((out / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, None)  # not known, and no default of the family's
     models = [read_manifest(path).config["model"] for path in (imported / family / "step-0000000", again)]
     assert models[0] == models[1]
     older = tmp_path / "older"
@@ -133,6 +135,16 @@ def test_sharded_folders_are_read_by_their_index_and_written_with_one(imported: 
     found = {name: file for file in files for name in load_file(out / file)}
     assert found == index["weight_map"]
     assert read_manifest(import_hf(out, tmp_path / "again")).tensors == one
+
+
+def test_requirement_84_a_fine_tuned_run_exports_the_tokenizer_that_it_was_imported_with(tmp_path: Path) -> None:
+    """Its --save folder has no companions of its own; its settings name the imported ones."""
+    folder = folder_with(tmp_path, "llama2")
+    (folder / "tokenizer.json").write_text("{}")
+    imported = import_hf(folder, tmp_path / "imported")
+    shutil.copytree(imported, tmp_path / "tuned" / imported.name)
+    out = export_hf(tmp_path / "tuned", tmp_path / "out")
+    assert {path.name for path in out.iterdir()} >= {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors"}
 
 
 def test_half_precision_is_written_as_asked(imported: Path, tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megalite.checkpoint import Manifest, save_checkpoint
 from megalite.checkpoint.store import describe
 from megalite.config import DataConfig, ModelConfig, RunConfig
+from megalite.data.batch import MicroBatch
 from megalite.grid import Axis
 from megalite.model import GPTStage, build_stage
 from megalite.pipeline.partition import split_layers
@@ -39,6 +43,30 @@ def tiny_stage(config: RunConfig, seed: int = 5) -> GPTStage:
     ctx = ParallelContext(tp=Axis.single(), sequence_parallel=False)
     spec = split_layers(config.model.num_layers, 1)[0]
     return build_stage(config.model, spec, ctx, num_stages=1, seed=seed, device="cpu")
+
+
+@torch.no_grad()
+def plain_logits(stage: GPTStage, sequence: list[int]) -> Tensor:
+    """Logits [V] of the token after `sequence` by the model's own forward pass over its newest tokens."""
+    longest = stage.config.max_position_embeddings
+    window = sequence if longest is None else sequence[-longest:]
+    tokens = torch.tensor([window])
+    batch = MicroBatch(
+        tokens=tokens,
+        labels=torch.zeros_like(tokens),
+        loss_mask=torch.zeros_like(tokens, dtype=torch.float32),
+        position_ids=torch.arange(tokens.shape[1])[None],
+        first_sample=0,
+    )
+    return stage.logits(None, batch)[-1, 0, : stage.config.known_vocab_size]
+
+
+def plain_greedy(stage: GPTStage, ids: list[int], num: int) -> list[int]:
+    """The likeliest continuation, every token from the whole sequence before it."""
+    sequence = list(ids)
+    for _ in range(num):
+        sequence.append(int(plain_logits(stage, sequence).argmax()))
+    return sequence[len(ids) :]
 
 
 def save_stage(folder: Path, stage: GPTStage, config: RunConfig, **data: Any) -> Path:

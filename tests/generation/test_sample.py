@@ -98,8 +98,8 @@ def test_stops_before_the_stop_id() -> None:
 
 
 def test_choose_follows_the_probabilities() -> None:
-    """60,000 draws of 3 of 4 ids at temperature 2: each share is within 5 standard deviations."""
-    logits, generator, num = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(1), 60_000
+    """20,000 draws of 3 of 4 ids at temperature 2: each share is within 5 standard deviations."""
+    logits, generator, num = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.Generator().manual_seed(1), 20_000
     counts = Counter(choose(logits, Sampling(max_new_tokens=1, temperature=2.0, top_k=3), generator) for _ in range(num))
     shares = torch.softmax(torch.tensor([3.0, 1.0, 2.0]).double() / 2, dim=-1).tolist()
     assert counts[0] == 0

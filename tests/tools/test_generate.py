@@ -55,6 +55,43 @@ def test_the_prompt_may_come_from_a_file(saved: Path, tmp_path: Path, capsys: py
     assert text == generated(capsys, *common, "--prompt", "Grüße\n")
 
 
+def test_requirement_86_several_prompts_and_samples_are_what_they_are_alone(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--load", saved, "--max-new-tokens", 6, "--temperature", 0.9, "--num-samples", 2]
+    together = generated(capsys, *common, "--prompt", "ab", "--prompt", "a longer one")
+    assert together == generated(capsys, *common, "--prompt", "ab") + generated(capsys, *common, "--prompt", "a longer one")
+
+
+def test_streaming_prints_the_same(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--load", saved, "--prompt", "ab", "--max-new-tokens", 30, "--top-k", 0, "--temperature", 2]
+    assert generated(capsys, *arguments, "--stream") == generated(capsys, *arguments)
+
+
+@pytest.mark.parametrize("knobs", [["--int8-cache"], ["--dtype", "bf16"], ["--dtype", "bf16", "--int8-cache"]])
+def test_memory_knobs(saved: Path, knobs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = generated(capsys, "--load", saved, "--prompt", "ab", "--max-new-tokens", 20, *knobs)
+    assert text.startswith("ab")
+    assert len(text) > 4
+
+
+def test_a_hugging_face_folder_is_read_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """This one has 99 ids and no tokenizer, so bytes are too many."""
+    folder = ROOT / "tests/golden/hf/qwen3"
+    code, message = failure(capsys, "--load", folder, "--prompt", "x")
+    assert code == 2
+    assert "give --tokenizer-type" in message
+    code, message = failure(capsys, "--load", folder, "--prompt", "x", "--tokenizer-type", "bytes")
+    assert code == 1
+    assert "has 257 ids" in message
+
+
+def test_ranks_that_were_not_launched_are_said() -> None:
+    command = [sys.executable, "tools/generate.py", "--load", "x", "--tp", "2", "--prompt", "a"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert b"tp 2 x pp 1 needs 2 ranks, 1 were launched: torchrun --nproc-per-node 2" in done.stderr
+
+
 def save_model_that_says(path: Path, token: int) -> None:
     """The bias of the last norm decides the next token: it is `token`, whatever came before."""
     config = tiny_run(normalization="LayerNorm")
@@ -92,6 +129,10 @@ def test_a_smaller_tokenizer_is_used_and_said(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        (["--num-samples", "0"], 2, "num_samples is 0"),
+        (["--prompt", "a", "--prompt", "b", "--stream"], 2, "1 in all with --stream"),
+        (["--top-p", "0", "--min-p", "2"], 2, "2 settings are wrong: 1. top_p is 0.0"),
+        (["--pp", "0"], 2, "pp is 0"),
         (["--temperature", "-1", "--top-k", "-2"], 2, "2 settings are wrong: 1. temperature is -1.0"),
         (["--tokenizer-type", "morse"], 2, "tokenizer type 'morse' is unknown"),
         (["--tokenizer-type", "chars"], 2, "needs its model"),
