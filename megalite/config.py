@@ -16,6 +16,7 @@ from typing import Any, Literal
 from megalite.batch_sizes import BatchSizes
 from megalite.config_data import DataConfig, SplitName
 from megalite.config_io import read_sections, read_toml, write_toml
+from megalite.config_lora import LoraConfig
 from megalite.config_model import ModelConfig
 from megalite.config_numerics import MemoryConfig, NumericsConfig
 from megalite.config_optim import OptimConfig
@@ -24,6 +25,7 @@ from megalite.errors import ConfigError
 
 __all__ = [
     "DataConfig",
+    "LoraConfig",
     "MemoryConfig",
     "ModelConfig",
     "NumericsConfig",
@@ -130,6 +132,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     @property

@@ -156,16 +156,17 @@ class ModelConfig:
         embedding = self.known_vocab_size * self.hidden_size * (2 if self.untie_embeddings_and_output_weights else 1)
         return embedding + self._position_weights() + self.num_layers * layer + norm
 
-    def flops_per_token(self, seq_length: int) -> int:
+    def flops_per_token(self, seq_length: int, *, trains_adapters: bool = False) -> int:
         """Model FLOPs of one trained token, forward and backward.
 
         6 per matmul weight (the head counts, tied or not; the embedding look-up does not) plus 12 S N D per layer for
-        attention. The causal mask is not subtracted and recomputed work does not count.
+        attention. The causal mask is not subtracted and recomputed work does not count. trains_adapters: weights are frozen, so
+        that the third of their products that gives their gradients is left out; those of adapters are small and do not count.
         Raises ConfigError while the vocabulary size is not known.
         """
         weights = self.num_layers * self.layer_matmul_weights + self.known_vocab_size * self.hidden_size
         attention = self.num_layers * self.num_attention_heads * self.head_dim * seq_length
-        return 6 * weights + 12 * attention
+        return (4 if trains_adapters else 6) * weights + 12 * attention
 
     def _layer_biases(self) -> int:
         qkv = self.head_dim * (self.num_attention_heads + 2 * self.num_kv_heads) if self.has_qkv_bias else 0

@@ -18,6 +18,7 @@ from megalite.config import ModelConfig, RunConfig
 from megalite.config_io import field_types
 from megalite.errors import ConfigError
 from megalite.pipeline.from_config import pipeline_violations
+from megalite.validate_lora import lora_violations
 from megalite.validate_memory import memory_violations
 from megalite.validate_numerics import numerics_violations
 from megalite.validate_optim import optim_violations
@@ -77,6 +78,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         + numerics_violations(config.numerics)
         + loss_violations(config)
         + data_violations(config)
+        + lora_violations(config)
         + output_violations(config)
     )
 

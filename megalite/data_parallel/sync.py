@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megalite.data_parallel.shard import sharded_modules
+from megalite.data_parallel.shard import drop_gathered, sharded_modules
 
 __all__ = ["GradientSync"]
 
@@ -52,6 +52,11 @@ class GradientSync:
             return
         self._set(stage, is_last, reduces=is_last or self._zero >= 2)
         self._roots[stage]._get_fsdp_state()._root_post_backward_final_callback()
+
+    def without_backward(self, stage: int) -> None:
+        """Must be called where `stage` has nothing to differentiate: no backward will free what its forwards have gathered."""
+        if stage in self._roots:
+            drop_gathered(self._roots[stage])
 
     def _set(self, stage: int, is_last: bool, reduces: bool) -> None:
         if stage not in self._roots or self._set_to.get(stage) == (is_last, reduces):

@@ -68,7 +68,7 @@ class Attention(nn.Module):
         mask: of `attention_mask`, None for causal attention.
         """
         with forgetting(x):
-            projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj])
+            projected = column_parallel_layers(x, [self.q_proj, self.k_proj, self.v_proj], key)
         q_SBND, k_SBKD, v_SBKD = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_SBND, k_SBKD = self.q_norm(q_SBND), self.k_norm(k_SBKD)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
             attended = recompute(lambda q, k, v: self._attend(q, k, v, key, mask), q_SBND, k_SBKD, v_SBKD)
         else:
             attended = self._attend(q_SBND, k_SBKD, v_SBKD, key, mask)
-        return self.o_proj(attended.flatten(2))
+        return self.o_proj(attended.flatten(2), key)
 
     def _attend(self, q_SBND: Tensor, k_SBKD: Tensor, v_SBKD: Tensor, key: DropoutKey, mask: Tensor | None) -> Tensor:
         p = self.dropout_p if self.training else 0.0

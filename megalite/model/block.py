@@ -76,7 +76,7 @@ class Block(nn.Module):
         key = shared.dropout_key(self.layer)
         attended = branch(self.memory, "attention", self.attention_norm, self.attention, x, shared.rotation, key, shared.mask)
         x = x + self._drop(attended, key, "attention_output")
-        return x + self._drop(branch(self.memory, "mlp", self.mlp_norm, self.mlp, x), key, "mlp_output")
+        return x + self._drop(branch(self.memory, "mlp", self.mlp_norm, self.mlp, x, key), key, "mlp_output")
 
     def _drop(self, x: Tensor, key: DropoutKey, site: str) -> Tensor:
         return dropout(x, self.dropout_p, key, site, training=self.training, split_over=self.split_over)

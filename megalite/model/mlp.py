@@ -23,6 +23,7 @@ from megalite.model.recompute import droppable, forgetting
 from megalite.model.swiglu import swiglu
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_layers
 from megalite.tensor_parallel.parameter import ParallelContext
+from megalite.tensor_parallel.rng import DropoutKey
 
 __all__ = ["MLP", "GatedMLP", "build_mlp", "output_std"]
 
@@ -48,7 +49,7 @@ def output_std(config: ModelConfig) -> float:
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
+    """down(activation(up(x))): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share). key: for adapters."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> None:
         super().__init__()
@@ -58,16 +59,16 @@ class MLP(nn.Module):
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         with forgetting(x):
-            up = self.up_proj(x)
+            up = self.up_proj(x, key)
         hidden = droppable(self.activation, up) if self.recompute_activation else self.activation(up)
         with forgetting(hidden):
-            return self.down_proj(hidden)
+            return self.down_proj(hidden, key)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share)."""
+    """down(silu(gate(x)) * up(x)): [S, B, H] -> [S, B, H] (under sequence parallelism, S is this rank's share). key: for adapters."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> None:
         super().__init__()
@@ -77,12 +78,12 @@ class GatedMLP(nn.Module):
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.ffn_size, bias=bias, std=std, ctx=ctx)
         self.down_proj = RowParallelLinear(config.ffn_size, config.hidden_size, bias=bias, std=output_std(config), ctx=ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         with forgetting(x):
-            gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj])
+            gate, up = column_parallel_layers(x, [self.gate_proj, self.up_proj], key)
         hidden = droppable(swiglu, gate, up) if self.recompute_activation else swiglu(gate, up)
         with forgetting(hidden):
-            return self.down_proj(hidden)
+            return self.down_proj(hidden, key)
 
 
 def build_mlp(config: ModelConfig, ctx: ParallelContext, *, recompute_activation: bool = False) -> MLP | GatedMLP:

@@ -5,7 +5,7 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.lr import lr_at
 from megalite.optim.noise_scale import NoiseScale
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.parameters import OptimParameter, collect_parameters, without_local_copies
+from megalite.optim.parameters import OptimParameter, collect_parameters, local_twins, without_local_copies
 from megalite.optim.replicas import check_replicas
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "global_names",
     "grad_norm",
     "grad_squares",
+    "local_twins",
     "lr_at",
     "norm_of",
     "without_local_copies",

@@ -4,7 +4,7 @@ Decisions
 - Names are logical and hold global layer numbers, so they are the same for every layout; lists are sorted by them.
 - Everything here works on local tensors. How a parameter is cut over tp is read from its placements, how over dp is not
   even looked at: FSDP's slices are disjoint over dp_shard and equal over dp_replicate.
-- Parameters without requires_grad are not collected: they are the model's, not the optimizer's.
+- Parameters without requires_grad are frozen: they are the model's, not the optimizer's, and are collected only when asked for.
 - A tied embedding and its copy may stand on one rank, where a schedule puts the first and the last stage there. They
   are two parameters with one name: summed with each other, updated alike, saved once.
 """
@@ -25,7 +25,7 @@ __all__ = ["OptimParameter", "collect_parameters", "local_twins", "without_local
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OptimParameter:
-    """One trained parameter of this rank.
+    """One parameter of this rank.
 
     name: logical. tp_sharded: tp ranks hold different parts (otherwise all of them hold the same). is_copy: the last
     pipeline stage's copy of a tied embedding, which is no logical parameter of its own.
@@ -63,14 +63,14 @@ class OptimParameter:
         return self.info.valid_rows * shape[1:].numel()
 
 
-def collect_parameters(stages: Iterable[nn.Module]) -> list[OptimParameter]:
-    """All trained parameters of this rank's stages, sorted by name, after wrapping and materialising."""
+def collect_parameters(stages: Iterable[nn.Module], *, trained: bool = True) -> list[OptimParameter]:
+    """All trained (or all frozen) parameters of this rank's stages, sorted by name, after wrapping and materialising."""
     collected = []
     for stage in stages:
         infos = named_parameter_info(stage)
         for name, parameter in stage.named_parameters():
             assert not parameter.is_meta, f"{name} has no values yet"
-            if parameter.requires_grad:
+            if parameter.requires_grad == trained:
                 collected.append(_describe(name, parameter, infos[name]))
     collected.sort(key=lambda entry: (entry.name, entry.is_copy))
     names = [(entry.name, entry.is_copy) for entry in collected]

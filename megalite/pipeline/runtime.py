@@ -34,11 +34,13 @@ StageFunction = Callable[[Tensor | None, Any], Tensor]
 
 
 class BackwardHook(Protocol):
-    """Told about each backward, whole (B) or split (I, W); `is_last` marks a stage's last B or W of the step."""
+    """Told about each backward, whole (B) or split (I, W); `is_last` marks a stage's last B or W of the step. A stage whose weights
+    are all frozen and which takes no input has nothing to differentiate: `without_backward` stands for its last."""
 
     def before_backward(self, stage: int, is_last: bool) -> None: ...
     def before_input_grad(self, stage: int) -> None: ...
     def after_weight_grad(self, stage: int, is_last: bool) -> None: ...
+    def without_backward(self, stage: int) -> None: ...
 
 
 class PipelineRuntime:
@@ -94,7 +96,7 @@ class _Step:
         self.progress, self.doing = runtime._pp.progress, runtime._pp.progress.doing
         self.mailbox = Mailbox(runtime._edge, runtime._pp)
         self.clock, self.step = runtime.clock, runtime._num_steps
-        self.live: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.live: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.deferred: dict[tuple[int, int], DeferredGrads] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=runtime._edge.device)
         self.last_backward = _last_backwards(self.instructions)
@@ -149,7 +151,7 @@ class _Step:
         else:
             self.mailbox.put(Letter("F", stage + 1, microbatch), out.detach())
         if self.loss_divisor is not None:
-            self.live[stage, microbatch] = (x, get_gradient_edge(out))
+            self.live[stage, microbatch] = (x, get_gradient_edge(out) if out.requires_grad else None)
 
     def backward(self, stage: int, microbatch: int, grad: Tensor | None, is_last: bool) -> None:
         if self.hook is not None:
@@ -171,7 +173,10 @@ class _Step:
 
     def _differentiate(self, stage: int, microbatch: int, grad: Tensor | None) -> None:
         x, edge = self.live.pop((stage, microbatch))
-        torch.autograd.backward([edge], [torch.ones_like(self.loss_sum) if grad is None else grad])
+        if edge is not None:
+            torch.autograd.backward([edge], [torch.ones_like(self.loss_sum) if grad is None else grad])
+        elif self.hook is not None and not any(other == stage for other, _ in self.live):
+            self.hook.without_backward(stage)
         if x is not None:
             assert x.grad is not None, f"stage {stage} does not use its input"
             self.mailbox.put(Letter("B", stage - 1, microbatch), x.grad)

@@ -9,6 +9,7 @@ Decisions
   heads, and its gradient is a part of the whole (`partial_over_tp`).
 - A row-parallel bias is added once, after the sum over tp. Under sequence parallelism each rank sees its positions
   only, so the bias' gradient is partial.
+- A layer may be given an adapter (`lora`), with which its weight is multiplied beside two small ones.
 - Parameters have no values until `init_parameter_`: the values depend on the parameter's full name, which a layer does
   not know.
 
@@ -25,11 +26,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megalite.errors import ConfigError, DataError
-from megalite.tensor_parallel.deferral import deferrable_embedding
+from megalite.tensor_parallel.deferral import add_later, deferrable_embedding
 from megalite.tensor_parallel.fp8 import column_parallel_product, row_parallel_product
 from megalite.tensor_parallel.linear import column_parallel, row_parallel
+from megalite.tensor_parallel.lora import Adapter, AdapterShape, Where, adapted_columns, adapted_row
 from megalite.tensor_parallel.mappings import reduce_from_tp, reduce_scatter_to_sp
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, Role, add_parameter, to_local
+from megalite.tensor_parallel.rng import DropoutKey
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "column_parallel_layers"]
 
@@ -64,6 +67,7 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         self.product = ctx.product if role == "linear" else None
+        self.adapter: Adapter | None = None
         self.num_shards = num_shards
         self.is_whole = num_shards is not None and num_shards < tp.size
         _check_shards(out_features, num_shards, tp.size)
@@ -85,6 +89,12 @@ class ColumnParallelLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
 
+    @property
+    def adapter_shape(self) -> AdapterShape:
+        """What an adapter of this layer must be made for."""
+        rows = self._rows() if self.is_whole else None
+        return AdapterShape(in_features=self.in_features, out_features=self.out_features, shard_dim=None if self.is_whole else 0, rows=rows)
+
     def local_weight(self) -> Tensor:
         """The rows [out_local, in] that this rank multiplies with."""
         return self._own_rows(to_local(self.weight))
@@ -94,15 +104,17 @@ class ColumnParallelLinear(nn.Module):
         return None if self.bias is None else self._own_rows(to_local(self.bias))
 
     def _own_rows(self, x: Tensor) -> Tensor:
-        if not self.is_whole:
-            return x
+        return x.narrow(0, *self._rows()) if self.is_whole else x
+
+    def _rows(self) -> tuple[int, int]:
+        """The first of this rank's rows of a weight that is whole, and their number."""
         assert self.num_shards is not None
         length = self.out_features // self.num_shards
-        return x.narrow(0, self.tp.rank * self.num_shards // self.tp.size * length, length)
+        return self.tp.rank * self.num_shards // self.tp.size * length, length
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in], or [S_local, B, in] under sequence parallelism -> [S, B, out_local]."""
-        return column_parallel_layers(x, [self])[0]
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """[S, B, in], or [S_local, B, in] under sequence parallelism -> [S, B, out_local]. key: for an adapter's dropout."""
+        return column_parallel_layers(x, [self], key)[0]
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
@@ -120,14 +132,23 @@ def _check_shards(out_features: int, num_shards: int | None, tp_size: int) -> No
         )
 
 
-def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """The outputs of several layers of one input, with one gather and one reduced dx; see `column_parallel`."""
+def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], key: DropoutKey | None = None) -> tuple[Tensor, ...]:
+    """The outputs of several layers of one input, with one gather and one reduced dx; see `column_parallel`.
+
+    key: for the dropout of adapters.
+    """
     first = layers[0]
     weights = [layer.local_weight() for layer in layers]
     biases = [layer.local_bias() for layer in layers]
     where = (first.tp, first.sequence_parallel, first.weight_grads)
-    if first.product is not None:
-        return column_parallel_product(x, weights, biases, *where, first.product)
+    product = first.product
+    adapters = [layer.adapter for layer in layers]
+    if any(adapter is not None for adapter in adapters):
+        nothing = [None] * len(weights)
+        other = None if product is None else lambda x: column_parallel_product(x, weights, nothing, *where, product)
+        return adapted_columns(x, weights, biases, adapters, Where(*where), key, other)
+    if product is not None:
+        return column_parallel_product(x, weights, biases, *where, product)
     return column_parallel(x, weights, biases, *where)
 
 
@@ -146,6 +167,7 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         self.product = ctx.product
+        self.adapter: Adapter | None = None
         info = ParameterInfo(role="linear", init="normal", std=std)
         add_parameter(self, "weight", (out_features, in_features), tp=tp, shard_dim=1, info=info, device=ctx.device)
         if bias:
@@ -154,13 +176,21 @@ class RowParallelLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism."""
-        bias = None if self.bias is None else to_local(self.bias)
-        where = (self.tp, self.sequence_parallel, self.weight_grads)
-        if self.product is not None:
-            return row_parallel_product(x, to_local(self.weight), bias, *where, self.product)
-        return row_parallel(x, to_local(self.weight), bias, *where)
+    @property
+    def adapter_shape(self) -> AdapterShape:
+        """What an adapter of this layer must be made for."""
+        return AdapterShape(in_features=self.in_features, out_features=self.out_features, shard_dim=1)
+
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism. key: for an adapter's dropout."""
+        weight, bias = to_local(self.weight), None if self.bias is None else to_local(self.bias)
+        where, product = (self.tp, self.sequence_parallel, self.weight_grads), self.product
+        if self.adapter is not None:
+            other = None if product is None else lambda x: product(x, add_later(weight, self.weight_grads))
+            return adapted_row(x, weight, bias, self.adapter, Where(*where), key, other)
+        if product is not None:
+            return row_parallel_product(x, weight, bias, *where, product)
+        return row_parallel(x, weight, bias, *where)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"

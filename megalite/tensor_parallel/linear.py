@@ -36,9 +36,9 @@ from torch.autograd.function import once_differentiable
 
 from megalite import comm
 from megalite.grid import Axis
-from megalite.tensor_parallel.deferral import WeightGradQueue, gradient_target
+from megalite.tensor_parallel.deferral import WeightGradQueue, add_later, gradient_target
 
-__all__ = ["column_parallel", "row_parallel"]
+__all__ = ["column_parallel", "linear", "reduce_row_parallel", "row_parallel"]
 
 
 def column_parallel(
@@ -56,7 +56,7 @@ def column_parallel(
     rank's rows. queue: where dW and db may have to wait.
     """
     if tp.size == 1:
-        return tuple(_linear(x, weight, bias, queue) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(linear(x, weight, bias, queue) for weight, bias in zip(weights, biases, strict=True))
     assert len(weights) == len(biases)
     return _ColumnParallel.apply(x, tp, sequence_parallel, queue, *weights, *biases)  # type: ignore[return-value]
 
@@ -70,11 +70,21 @@ def row_parallel(
     [S_local, B, O] under sequence parallelism, where db is the part that belongs to this rank's positions.
     """
     if tp.size == 1:
-        return _linear(x, weight, bias, queue)
-    return _Reduce.apply(_linear(x, weight, None, queue), bias, tp, sequence_parallel, queue)  # type: ignore[return-value]
+        return linear(x, weight, bias, queue)
+    return reduce_row_parallel(linear(x, weight, None, queue), bias, tp, sequence_parallel, queue)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue | None) -> Tensor:
+def reduce_row_parallel(
+    part: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool, queue: WeightGradQueue | None = None
+) -> Tensor:
+    """The second step of `row_parallel`: the sum over tp of the ranks' products [S, B, O], which it may overwrite, plus `bias` once."""
+    if tp.size == 1:
+        return part if bias is None else part + add_later(bias, queue)
+    return _Reduce.apply(part, bias, tp, sequence_parallel, queue)  # type: ignore[return-value]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue | None) -> Tensor:
+    """`F.linear` of local tensors; with a queue its dW and db may wait."""
     return F.linear(x, weight, bias) if queue is None else _Linear.apply(x, weight, bias, queue)  # type: ignore[return-value]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from megalite import comm
 from megalite.log import get_logger
+from megalite.optim import collect_parameters
 
 if TYPE_CHECKING:
     from megalite.training.setup import Run
@@ -18,9 +19,11 @@ __all__ = ["describe"]
 def describe(run: Run) -> None:
     """Log sizes, layout, schedule and weight decay; no layer may be lost. Collective over pp."""
     config, shape, train = run.config, run.grid.shape, run.config.train
-    groups = torch.tensor([run.optimizer.group_counts["decay"], run.optimizer.group_counts["no_decay"]], device=run.grid.device)
-    (decayed, decayed_size), (others, others_size) = comm.all_reduce(groups, run.grid.pp).tolist()
-    total, expected = decayed_size + others_size, config.model.num_parameters()
+    counted = [run.optimizer.group_counts["decay"], run.optimizer.group_counts["no_decay"], _frozen_and_adapters(run)]
+    counts = comm.all_reduce(torch.tensor(counted, device=run.grid.device), run.grid.pp)
+    (decayed, decayed_size), (others, others_size), (frozen_size, adapter_size) = counts.tolist()
+    trained_size = decayed_size + others_size
+    total, expected = trained_size + frozen_size - adapter_size, config.model.num_parameters()
     assert total == expected, f"the stages hold {total} parameters, the model has {expected}"
     schedule = next(iter(run.train_programs.values())).schedule.name
     ranks = _counted(run.grid.world_size, "rank")
@@ -30,9 +33,23 @@ def describe(run: Run) -> None:
         f"{total:,} parameters | {ranks} = tp {shape.tp} x pp {shape.pp} x dp {shape.dp} (zero {config.zero}) | "
         f"{schedule}, {microbatches} of {train.micro_batch_size} x {config.data.seq_length} | {place}"
     )
+    if frozen_size:
+        share, size = 100 * trained_size / (trained_size + frozen_size), 4 * trained_size / 1e6
+        get_logger().info(
+            f"trained: {trained_size:,} parameters of adapters, {share:.3g} % of all, {size:,.3g} MB in fp32; the rest is frozen"
+        )
     _describe_optimizer(run)
     decay = config.optim.weight_decay
     get_logger().info(f"weight decay {decay:g} on {decayed} tensors ({decayed_size:,} elements), none on {others} ({others_size:,})")
+
+
+def _frozen_and_adapters(run: Run) -> tuple[int, int]:
+    """Elements of this rank's frozen parameters, and of those that are adapters; copies do not count."""
+    frozen = collect_parameters(run.stages.values(), trained=False)
+    return (
+        sum(parameter.num_elements for parameter in frozen if not parameter.is_copy),
+        sum(parameter.num_elements for parameter in run.parameters if ".adapter." in parameter.name),
+    )
 
 
 def _describe_optimizer(run: Run) -> None:

@@ -9,6 +9,7 @@ from megalite.checkpoint.manifest import write_atomically
 from megalite.config import RunConfig
 from megalite.log import get_logger
 from megalite.training.checkpoints import load_run
+from megalite.training.frozen import load_base
 from megalite.training.launch import Launch, library_comm_error
 from megalite.training.loop import train
 from megalite.training.outputs import check_save_folder
@@ -24,6 +25,7 @@ def run_training(config: RunConfig, launch: Launch) -> int:
     """
     run = build_run(config, launch)
     try:
+        load_base(run)
         if run.checkpoint is not None:
             load_run(run, run.checkpoint)
         _prepare_save_folder(run)

@@ -8,6 +8,7 @@ from megalite.config import RunConfig
 from megalite.data_parallel import shard_stage
 from megalite.grid import Axis, Grid
 from megalite.model import GPTStage, materialize
+from megalite.model.adapters import add_adapters
 from megalite.pipeline.from_config import stage_specs
 from megalite.pipeline.lowering import Program
 from megalite.pipeline.schedules import Schedule
@@ -43,7 +44,7 @@ def build_stages(config: RunConfig, grid: Grid, program: Program, weight_grads: 
 
 def new_stage(config: RunConfig, schedule: Schedule, number: int, context: ParallelContext) -> GPTStage:
     """Stage `number`, not materialised, where `context.device` is the meta device."""
-    return GPTStage(
+    stage = GPTStage(
         config.model,
         stage_specs(config, schedule)[number],
         context,
@@ -52,6 +53,8 @@ def new_stage(config: RunConfig, schedule: Schedule, number: int, context: Paral
         loss=loss_settings(config),
         memory=config.memory,
     )
+    add_adapters(stage, config.lora)
+    return stage
 
 
 def parallel_context(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import errno
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from megalite.checkpoint import complete_checkpoints, read_manifest, step_of
@@ -75,8 +75,8 @@ def full_disk(config: RunConfig, fails_at: int) -> tuple[str, int]:
         nonlocal number
         number += 1
         if number == fails_at:
-            with suppress(FileNotFoundError):  # another rank was faster, and has cleaned up
-                (Path(kwargs["checkpoint_id"]) / f"half-{run.grid.rank}").write_bytes(b"half")
+            (Path(kwargs["checkpoint_id"]) / f"half-{run.grid.rank}").write_bytes(b"half")
+            dist.barrier(kwargs["process_group"])  # DCP fails on all ranks together, when none writes any more
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*args, **kwargs)
 

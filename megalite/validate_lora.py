@@ -1,0 +1,89 @@
+"""What can be wrong with the settings of adapters; see `validate`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from megalite.config import RunConfig
+from megalite.config_lora import ALL_LINEAR, TARGETS, LoraConfig
+
+__all__ = ["lora_violations"]
+
+
+def lora_violations(config: RunConfig) -> list[str]:
+    """One sentence for everything that adapters cannot do or would ignore. Pure."""
+    lora = config.lora
+    if lora.lora_r is None:
+        return _ignored(lora)
+    found = [] if lora.lora_r > 0 else [f"lora_r is {lora.lora_r}: use a rank of 1 or more, or leave it out to train all weights"]
+    if not 0 < lora.lora_alpha < math.inf:
+        found.append(f"lora_alpha is {lora.lora_alpha}: use a number above 0, such as twice lora_r")
+    if not 0 <= lora.lora_dropout < 1:
+        found.append(f"lora_dropout is {lora.lora_dropout}: use 0 (none) or more, and less than 1")
+    if lora.lora_base is None:
+        found.append("lora_r without lora_base: the frozen weights would be random; give --lora-base the folder of a checkpoint")
+    found += _target_violations(config)
+    found += _pattern_violations("lora_ranks", lora.lora_ranks, is_rank=True)
+    found += _pattern_violations("lora_alphas", lora.lora_alphas, is_rank=False)
+    if not found:
+        found += _reach_violations(config)
+    return found
+
+
+def _ignored(lora: LoraConfig) -> list[str]:
+    default = LoraConfig()
+    names = [name for name in vars(default) if getattr(lora, name) != getattr(default, name)]
+    return [f"{', '.join(names)} without lora_r: there are no adapters; add --lora-r, such as 8, or leave them out"] if names else []
+
+
+def _target_violations(config: RunConfig) -> list[str]:
+    targets = config.lora.lora_targets
+    present = tuple(name for name in TARGETS if name != "gate_proj" or config.model.activation == "swiglu")
+    if not targets:
+        return [f"lora_targets is empty: name some of {', '.join(present)}, or {ALL_LINEAR}"]
+    unknown = [name for name in targets if name not in (*present, ALL_LINEAR)]
+    if not unknown:
+        return []
+    return [f"lora_targets has {', '.join(map(repr, unknown))}: the linear layers of this model are {', '.join(present)} (or {ALL_LINEAR})"]
+
+
+def _pattern_violations(name: str, settings: Sequence[str], *, is_rank: bool) -> Iterator[str]:
+    example = "'layers.0.attention=4'" if is_rank else "'down_proj=32'"
+    for setting in settings:
+        expression, separator, text = setting.rpartition("=")
+        if not separator or not expression:
+            yield f"{name} {setting!r} is not REGEX=NUMBER, such as {example}"
+            continue
+        try:
+            re.compile(expression)
+        except re.error as error:
+            yield f"{name} {setting!r}: {expression!r} is not a regular expression ({error})"
+        if is_rank and not re.fullmatch(r"[0-9]+", text):
+            yield f"{name} {setting!r}: the rank {text!r} is not a whole number of 0 or more"
+        if not is_rank and not _is_positive(text):
+            yield f"{name} {setting!r}: {text!r} is not a number above 0"
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _reach_violations(config: RunConfig) -> list[str]:
+    """Settings that are found in no layer, and runs that would train nothing."""
+    lora, gated = config.lora, config.model.activation == "swiglu"
+    parts = [f"attention.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in (("gate",) if gated else ()) + ("up", "down")]
+    layers = [f"layers.{number}.{part}" for number in range(config.model.num_layers) for part in parts]
+    found = []
+    for name in ("lora_ranks", "lora_alphas"):
+        for setting in getattr(lora, name):
+            expression = setting.rpartition("=")[0]
+            if not any(re.search(expression, layer) for layer in layers):
+                found.append(f"{name} {setting!r} is found in no layer: they are called {layers[0]} to {layers[-1]}")
+    if not any(lora.rank_of(layer) for layer in layers):
+        found.append("lora_targets and lora_ranks leave no layer with an adapter: nothing would be trained")
+    return found
