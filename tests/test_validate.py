@@ -198,7 +198,7 @@ def test_some_numbers_may_be_zero_but_not_negative(name: str) -> None:
     assert found(**{name: -1}) == [f"{name} is -1: use 0 or more"]
 
 
-def test_all_violations_come_at_once() -> None:
+def test_requirement_87_all_violations_come_at_once() -> None:
     changes = {**layout(tp=8), "seq_length": 50, "ffn_hidden_size": 99, "lr": -1.0, "min_lr": -1.0, "save_interval": 5}
     sentences = found(12, **changes, split="x")
     starts = [

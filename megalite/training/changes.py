@@ -17,7 +17,7 @@ from megalite.config import ModelConfig
 
 __all__ = ["changed_settings", "model_conflicts"]
 
-_SECTIONS = ("model", "data", "optim", "train", "numerics", "memory")
+_SECTIONS = ("model", "data", "optim", "train", "numerics", "memory", "lora")
 _FREE = {"hidden_dropout", "attention_dropout", "rotary_base", "max_position_embeddings", "init_method_std"}
 _DERIVED = {"num_query_groups": "num_kv_heads", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megalite.grid import Grid
 from megalite.log import get_logger
+from megalite.training.outputs import drop_torn_line
 
 __all__ = ["Metrics", "StepRecord", "memory_gib", "peak_flops"]
 
@@ -100,6 +101,7 @@ class Metrics:
         self._file = self._board = None
         if self._is_writer and metrics_file is not None:
             metrics_file.parent.mkdir(parents=True, exist_ok=True)
+            drop_torn_line(metrics_file)
             self._file = metrics_file.open("a")
         if self._is_writer and tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # 1 s of import that only this option pays

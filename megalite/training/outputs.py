@@ -11,7 +11,7 @@ from megalite.checkpoint import complete_checkpoints, read_manifest
 from megalite.config import OutputConfig
 from megalite.errors import CheckpointError, ConfigError
 
-__all__ = ["check_outputs", "check_save_folder"]
+__all__ = ["check_outputs", "check_save_folder", "drop_torn_line"]
 
 
 def check_outputs(output: OutputConfig) -> None:
@@ -46,6 +46,17 @@ def _try_file(file: Path) -> None:
         pass
     if is_new:
         os.unlink(file)
+
+
+def drop_torn_line(file: Path) -> None:
+    """Cut off what a killed run left of its last line, so that a file of lines can be continued. Whole lines stay."""
+    if not file.exists():
+        return
+    with file.open("r+b") as lines:
+        content = lines.read()
+        whole = content.rfind(b"\n") + 1
+        if content[whole:].startswith(b"{"):  # anything else is not ours to delete
+            lines.truncate(whole)
 
 
 def check_save_folder(folder: Path, step: int) -> None:

@@ -75,7 +75,7 @@ def through_json(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def test_changed_settings_are_said_old_and_new() -> None:
+def test_requirement_65_changed_settings_are_said_old_and_new() -> None:
     config = assign(tiny_config(), {"rampup_batch_size": (4, 4, 8), "data_path": ("a", "b")})
     assert changed_settings(through_json(config), config.to_dict()) == []
     other = assign(config, {"lr": 2e-3, "rampup_batch_size": None, "seed": 5, "tensor_model_parallel_size": 2, "save": "elsewhere"})
@@ -99,7 +99,7 @@ def test_changed_settings_are_said_old_and_new() -> None:
         ({"position_embedding_type": "none", "rotary_percent": 0.5}, ["position_embedding_type rope", "rotary_percent 1.0"]),
     ],
 )
-def test_another_model_of_the_same_shapes_is_found(changes: dict[str, Any], conflicts: list[str]) -> None:
+def test_requirement_75_another_model_of_the_same_shapes_is_found(changes: dict[str, Any], conflicts: list[str]) -> None:
     model = ModelConfig(hidden_size=40, num_attention_heads=4, ffn_hidden_size=106)
     stored = through_json(RunConfig(model=replace(model, vocab_size=131)))
     found = model_conflicts(stored, replace(model, vocab_size=131, **changes))

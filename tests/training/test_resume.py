@@ -1,4 +1,7 @@
-"""Stopping and resuming gives the run that never stopped: bit for bit in the same layout, within the parity tolerance in another."""
+"""Stopping and resuming gives the run that never stopped: bit for bit in the same layout, within the parity tolerance in another.
+
+Requirements 67 (data order) and 70 (random numbers): dropout is on, and its masks come back too.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def test_checkpoint_of_one_layout_continues_in_another(tmp_path: Path) -> None:
         assert losses == pytest.approx(straight[STOP:], rel=1e-5), str(layout)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_the_differences(tmp_path: Path) -> None:
+def test_requirement_72_a_checkpoint_that_does_not_fit_is_refused_with_the_differences(tmp_path: Path) -> None:
     run(config_with(tmp_path, steps=STOP), Layout())
     other = config_with(None)
     other = replace(other, model=replace(other.model, ffn_hidden_size=64, add_qkv_bias=True))
