@@ -32,7 +32,7 @@ class LoraConfig:
     lora_dropout: float = 0.0
     """Probability with which an element of an adapter's input is dropped in training."""
     lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear (all of them, without the head)."""
+    """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear stands for all of these."""
     lora_ranks: tuple[str, ...] = ()
     """REGEX=RANK: another rank for layers in whose name (layers.3.mlp.up_proj) the expression is found; 0: no adapter."""
     lora_alphas: tuple[str, ...] = ()
@@ -41,8 +41,20 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead."""
     use_dora: bool = False
     """Also train the length of every row of an adapted weight (DoRA)."""
+    lora_average_rank: float | None = None
+    """Drop the least important directions of all adapters during training until this many per adapter are left on average."""
+    lora_allocation_start: int = 0
+    """Updates before the first directions are dropped."""
+    lora_allocation_end: int | None = None
+    """Update after which no more are dropped; not set: half of train_iters."""
+    lora_allocation_interval: int = 10
+    """Updates between two choices."""
     lora_base: str | None = None
     """Checkpoint, or --save folder of a run, with the frozen weights, of any layout."""
+
+    def allocation_end(self, train_iters: int) -> int:
+        """The update of the last choice of directions."""
+        return train_iters // 2 if self.lora_allocation_end is None else self.lora_allocation_end
 
     def rank_of(self, layer: str) -> int:
         """Rank for the linear layer with this dotted name (layers.3.attention.q_proj); 0 where it has no adapter."""

@@ -27,6 +27,7 @@ def lora_violations(config: RunConfig) -> list[str]:
     found += _target_violations(config)
     found += _pattern_violations("lora_ranks", lora.lora_ranks, is_rank=True)
     found += _pattern_violations("lora_alphas", lora.lora_alphas, is_rank=False)
+    found += _allocation_violations(config)
     if not found:
         found += _reach_violations(config)
     return found
@@ -64,6 +65,25 @@ def _pattern_violations(name: str, settings: Sequence[str], *, is_rank: bool) ->
             yield f"{name} {setting!r}: the rank {text!r} is not a whole number of 0 or more"
         if not is_rank and not _is_positive(text):
             yield f"{name} {setting!r}: {text!r} is not a number above 0"
+
+
+def _allocation_violations(config: RunConfig) -> list[str]:
+    lora, iters = config.lora, config.train.train_iters
+    start, end, interval = lora.lora_allocation_start, lora.allocation_end(iters), lora.lora_allocation_interval
+    if lora.lora_average_rank is None:
+        default = LoraConfig()
+        names = [name for name in vars(default) if "allocation" in name and getattr(lora, name) != getattr(default, name)]
+        return [f"{', '.join(names)} without lora_average_rank: no directions are dropped; add it, or leave them out"] if names else []
+    found = []
+    if not 0 < lora.lora_average_rank <= (lora.lora_r or 0):
+        found.append(f"lora_average_rank is {lora.lora_average_rank}: use more than 0, and at most lora_r {lora.lora_r}")
+    if not 0 <= start < end <= iters:
+        found.append(
+            f"lora_allocation_start {start} and lora_allocation_end {end} with train_iters {iters}: use 0 <= start < end <= train_iters"
+        )
+    if interval < 1:
+        found.append(f"lora_allocation_interval is {interval}: use 1 or more updates")
+    return found
 
 
 def _is_positive(text: str) -> bool:

@@ -25,4 +25,6 @@ def run_tensors(run: Run) -> dict[str, Tensor]:
         tensors[f"model.{parameter.name}"] = parameter.parameter.detach()
     for name, moments in run.optimizer.named_state().items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    if run.ranks is not None:
+        tensors |= {f"optimizer.{name}": value for name, value in run.ranks.named_state().items()}
     return tensors
