@@ -35,6 +35,7 @@ _MAY_BE_ZERO = {
     "seed",
     "pipeline_layer_split",
     "num_workers",
+    "lora_allocation_start",
 }
 
 

@@ -17,7 +17,9 @@ def lora_violations(config: RunConfig) -> list[str]:
     lora = config.lora
     if lora.lora_r is None:
         return _ignored(lora)
-    found = [] if lora.lora_r > 0 else [f"lora_r is {lora.lora_r}: use a rank of 1 or more, or leave it out to train all weights"]
+    if lora.lora_r < 1:
+        return []  # said with the other numbers that must be positive
+    found = []
     if not 0 < lora.lora_alpha < math.inf:
         found.append(f"lora_alpha is {lora.lora_alpha}: use a number above 0, such as twice lora_r")
     if not 0 <= lora.lora_dropout < 1:
@@ -69,7 +71,7 @@ def _pattern_violations(name: str, settings: Sequence[str], *, is_rank: bool) ->
 
 def _allocation_violations(config: RunConfig) -> list[str]:
     lora, iters = config.lora, config.train.train_iters
-    start, end, interval = lora.lora_allocation_start, lora.allocation_end(iters), lora.lora_allocation_interval
+    start, end = lora.lora_allocation_start, lora.allocation_end(iters)
     if lora.lora_average_rank is None:
         default = LoraConfig()
         names = [name for name in vars(default) if "allocation" in name and getattr(lora, name) != getattr(default, name)]
@@ -81,8 +83,6 @@ def _allocation_violations(config: RunConfig) -> list[str]:
         found.append(
             f"lora_allocation_start {start} and lora_allocation_end {end} with train_iters {iters}: use 0 <= start < end <= train_iters"
         )
-    if interval < 1:
-        found.append(f"lora_allocation_interval is {interval}: use 1 or more updates")
     return found
 
 

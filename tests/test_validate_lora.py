@@ -33,7 +33,6 @@ def test_good_settings(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora_r": 0}, ["lora_r is 0", "1 or more"]),
         ({"lora_alpha": 0.0}, ["lora_alpha is 0.0", "above 0"]),
         ({"lora_dropout": 1.0}, ["lora_dropout is 1.0", "less than 1"]),
         ({"lora_base": None}, ["without lora_base", "--lora-base"]),
@@ -49,7 +48,6 @@ def test_good_settings(changes: dict[str, Any]) -> None:
         ({"lora_alphas": ("mlp=-1",)}, ["'-1' is not a number above 0"]),
         ({"lora_average_rank": 5.0}, ["lora_average_rank is 5.0", "at most lora_r 4"]),
         ({"lora_average_rank": 2.0, "lora_allocation_end": 101}, ["lora_allocation_end 101", "train_iters 100"]),
-        ({"lora_average_rank": 2.0, "lora_allocation_interval": 0}, ["lora_allocation_interval is 0"]),
         ({"lora_allocation_end": 50}, ["without lora_average_rank"]),
     ],
 )
