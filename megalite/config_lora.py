@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["ALL_LINEAR", "TARGETS", "LoraConfig"]
 
@@ -41,6 +42,8 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead."""
     use_dora: bool = False
     """Also train the length of every row of an adapted weight (DoRA)."""
+    quantize_base: Literal["int8"] | None = None
+    """Keep the frozen weights of linear layers as 8-bit integers with a scale per row; not set: as they are."""
     lora_average_rank: float | None = None
     """Drop the least important directions of all adapters during training until this many per adapter are left on average."""
     lora_allocation_start: int = 0

@@ -29,6 +29,8 @@ def lora_violations(config: RunConfig) -> list[str]:
     found += _target_violations(config)
     found += _pattern_violations("lora_ranks", lora.lora_ranks, is_rank=True)
     found += _pattern_violations("lora_alphas", lora.lora_alphas, is_rank=False)
+    if lora.quantize_base is not None and config.numerics.fp8 is not None:
+        found.append(f"quantize_base {lora.quantize_base} and fp8 {config.numerics.fp8} are two kinds of product: leave out one of them")
     found += _allocation_violations(config)
     if not found:
         found += _reach_violations(config)

@@ -10,17 +10,21 @@ Decisions
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite import comm
-from megalite.config_lora import LoraConfig
+from megalite.config_lora import TARGETS, LoraConfig
 from megalite.model.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.lora import Adapter, AdapterSettings
+from megalite.tensor_parallel.parameter import to_local
+from megalite.tensor_parallel.quantized import Int8Weight, QuantizedWeight, as_float
 
-__all__ = ["add_adapters", "begin_magnitudes"]
+__all__ = ["add_adapters", "begin_magnitudes", "quantized_layers"]
 
 
 def add_adapters(stage: GPTStage, lora: LoraConfig) -> None:
@@ -39,6 +43,24 @@ def add_adapters(stage: GPTStage, lora: LoraConfig) -> None:
             use_dora=lora.use_dora,
         )
         layer.adapter = Adapter(layer.adapter_shape, stage.ctx, settings)
+    if lora.quantize_base is not None:
+        for name, layer in list(stage.named_modules()):
+            if name.rpartition(".")[2] in TARGETS:
+                assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+                _quantize(layer)
+
+
+def _quantize(layer: ColumnParallelLinear | RowParallelLinear) -> None:
+    rows, columns = to_local(layer.weight).shape
+    layer.quantized = QuantizedWeight((rows, columns), layer.weight.device)
+    del layer.weight
+    layer.register_parameter("weight", None)
+
+
+def quantized_layers(stage: GPTStage) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+    """The layers whose weights are integers, by dotted name."""
+    layers = {name: layer for name, layer in stage.named_modules() if getattr(layer, "quantized", None) is not None}
+    return cast("dict[str, ColumnParallelLinear | RowParallelLinear]", layers)
 
 
 @torch.no_grad()
@@ -52,10 +74,23 @@ def begin_magnitudes(stage: GPTStage) -> None:
         if not isinstance(adapter, Adapter) or adapter.magnitude is None:
             continue
         assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-        squares = _local(layer.weight).float().square().sum(1)
+        weight = _local(layer.weight) if layer.quantized is None else _slice_like(layer.quantized.local(), adapter.magnitude)
+        squares = as_float(weight).square().sum(1)
         if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
             squares = comm.all_reduce(squares, layer.tp)
         _local(adapter.magnitude).copy_(squares.sqrt())
+
+
+def _slice_like(weight: Int8Weight, magnitude: nn.Parameter) -> Int8Weight:
+    """The rows whose lengths this rank holds: data parallelism cuts those, and not the integers."""
+    rows = len(_local(magnitude))
+    if rows == len(weight.scales):
+        return weight
+    assert isinstance(magnitude, DTensor)
+    names = magnitude.device_mesh.mesh_dim_names or ()
+    ranks, rank = (magnitude.device_mesh.size(names.index("dp_shard")), magnitude.device_mesh.get_local_rank("dp_shard"))
+    first = rank * -(-len(weight.scales) // ranks)
+    return Int8Weight(*(part[first : first + rows] for part in weight))
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ def materialize(module: nn.Module, prefix: str, device: torch.device | str, seed
     """
     waiting = {name for name, parameter in module.named_parameters() if parameter.is_meta}
     for part in module.modules():
-        own = list(part.parameters(recurse=False))
-        if any(parameter.is_meta for parameter in own):
-            assert all(parameter.is_meta for parameter in own), "a module gets its memory as a whole"
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own):
+            assert all(tensor.is_meta for tensor in own), "a module gets its memory as a whole"
             part.to_empty(device=device, recurse=False)
     infos = named_parameter_info(module)
     for name, parameter in module.named_parameters():

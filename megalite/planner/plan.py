@@ -64,7 +64,9 @@ def plan_rank(
     }
     parameters = [shape for number in numbers for shape in parameter_shapes(config, build(number, None), number)]
     peak = activation_peak(program, rank, stages, shape.edge_bytes, MOST_LEAVING)
-    return RankMemory(states=state_memory(parameters, sharding), activations=peak)
+    states = state_memory(parameters, sharding)
+    integers = sum(buffer.nbytes for number in numbers for buffer in build(number, None).buffers())
+    return RankMemory(states=replace(states, weights=states.weights + integers), activations=peak)
 
 
 def parameter_shapes(config: RunConfig, stage: GPTStage, number: int) -> list[ParameterShape]:

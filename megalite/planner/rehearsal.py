@@ -90,11 +90,14 @@ def give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
                 weight = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad)
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
                 module._parameters[name] = weight
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _tensors(stage: nn.Module) -> list[Tensor]:
     parameters = list(stage.parameters())
-    return [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+    return [*parameters, *stage.buffers(), *(parameter.grad for parameter in parameters if parameter.grad is not None)]
 
 
 def _batch(shape: BatchShape) -> MicroBatch:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,12 @@ from megalite.errors import ConfigError
 from megalite.grid import Axis
 from megalite.tensor_parallel.deferral import WeightGradQueue, add_later
 from megalite.tensor_parallel.mappings import copy_to_tp, gather_from_sp, reduce_from_tp, reduce_scatter_to_sp
+from megalite.tensor_parallel.quantized import Int8Weight
 
-__all__ = ["Product", "column_parallel_product", "fp8_product", "row_parallel_product"]
+__all__ = ["Product", "column_parallel_product", "fp8_product", "later_weight", "row_parallel_product"]
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [..., I], weight [O, I]) -> x @ weight.T [..., O]; autograd differentiates it."""
+Product = Callable[[Tensor, Any], Tensor]
+"""(x [..., I], weight [O, I]) -> x @ weight.T [..., O]; autograd differentiates it. The weight is a tensor, or integers (`quantized`)."""
 
 _LEAST_CAPABILITY = (8, 9)
 
@@ -61,7 +63,7 @@ def torchao_product(recipe: str) -> Product:
 
 def column_parallel_product(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Int8Weight],
     biases: Sequence[Tensor | None],
     tp: Axis,
     sequence_parallel: bool,
@@ -70,12 +72,12 @@ def column_parallel_product(
 ) -> tuple[Tensor, ...]:
     """`linear.column_parallel` with another product."""
     whole = gather_from_sp(x, tp) if sequence_parallel else copy_to_tp(x, tp)
-    return tuple(_plus(product(whole, add_later(weight, queue)), bias, queue) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(_plus(product(whole, later_weight(weight, queue)), bias, queue) for weight, bias in zip(weights, biases, strict=True))
 
 
 def row_parallel_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Int8Weight,
     bias: Tensor | None,
     tp: Axis,
     sequence_parallel: bool,
@@ -83,9 +85,14 @@ def row_parallel_product(
     product: Product,
 ) -> Tensor:
     """`linear.row_parallel` with another product."""
-    part = product(x, add_later(weight, queue))
+    part = product(x, later_weight(weight, queue))
     whole = reduce_scatter_to_sp(part, tp) if sequence_parallel else reduce_from_tp(part, tp)
     return _plus(whole, bias, queue)
+
+
+def later_weight(weight: Tensor | Int8Weight, queue: WeightGradQueue | None) -> Tensor | Int8Weight:
+    """`add_later`; integers have no gradient."""
+    return weight if isinstance(weight, Int8Weight) else add_later(weight, queue)
 
 
 def _plus(y: Tensor, bias: Tensor | None, queue: WeightGradQueue | None) -> Tensor:

@@ -9,7 +9,8 @@ Decisions
   heads, and its gradient is a part of the whole (`partial_over_tp`).
 - A row-parallel bias is added once, after the sum over tp. Under sequence parallelism each rank sees its positions
   only, so the bias' gradient is partial.
-- A layer may be given an adapter (`lora`), with which its weight is multiplied beside two small ones.
+- A layer may be given an adapter (`lora`), with which its weight is multiplied beside two small ones, and its frozen weight may be
+  replaced by integers (`quantized`).
 - Parameters have no values until `init_parameter_`: the values depend on the parameter's full name, which a layer does
   not know.
 
@@ -22,16 +23,18 @@ Legend: S sequence, B micro-batch, H hidden, V padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
 from megalite.errors import ConfigError, DataError
-from megalite.tensor_parallel.deferral import add_later, deferrable_embedding
-from megalite.tensor_parallel.fp8 import column_parallel_product, row_parallel_product
+from megalite.tensor_parallel.deferral import deferrable_embedding
+from megalite.tensor_parallel.fp8 import Product, column_parallel_product, later_weight, row_parallel_product
 from megalite.tensor_parallel.linear import column_parallel, row_parallel
 from megalite.tensor_parallel.lora import Adapter, AdapterShape, Where, adapted_columns, adapted_row
 from megalite.tensor_parallel.mappings import reduce_from_tp, reduce_scatter_to_sp
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, Role, add_parameter, to_local
+from megalite.tensor_parallel.quantized import Int8Weight, QuantizedWeight, int8_product
 from megalite.tensor_parallel.rng import DropoutKey
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "column_parallel_layers"]
@@ -68,6 +71,7 @@ class ColumnParallelLinear(nn.Module):
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         self.product = ctx.product if role == "linear" else None
         self.adapter: Adapter | None = None
+        self.quantized: QuantizedWeight | None = None
         self.num_shards = num_shards
         self.is_whole = num_shards is not None and num_shards < tp.size
         _check_shards(out_features, num_shards, tp.size)
@@ -98,6 +102,12 @@ class ColumnParallelLinear(nn.Module):
     def local_weight(self) -> Tensor:
         """The rows [out_local, in] that this rank multiplies with."""
         return self._own_rows(to_local(self.weight))
+
+    def local_factor(self) -> Tensor | Int8Weight:
+        """`local_weight`, or the integers in its place."""
+        if self.quantized is None:
+            return self.local_weight()
+        return Int8Weight(*(self._own_rows(part) for part in self.quantized.local()))
 
     def local_bias(self) -> Tensor | None:
         """[out_local], or None."""
@@ -138,10 +148,10 @@ def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], ke
     key: for the dropout of adapters.
     """
     first = layers[0]
-    weights = [layer.local_weight() for layer in layers]
+    weights = [layer.local_factor() for layer in layers]
     biases = [layer.local_bias() for layer in layers]
     where = (first.tp, first.sequence_parallel, first.weight_grads)
-    product = first.product
+    product = int8_product if first.quantized is not None else first.product
     adapters = [layer.adapter for layer in layers]
     if any(adapter is not None for adapter in adapters):
         nothing = [None] * len(weights)
@@ -149,7 +159,7 @@ def column_parallel_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], ke
         return adapted_columns(x, weights, biases, adapters, Where(*where), key, other)
     if product is not None:
         return column_parallel_product(x, weights, biases, *where, product)
-    return column_parallel(x, weights, biases, *where)
+    return column_parallel(x, cast("list[Tensor]", weights), biases, *where)
 
 
 class RowParallelLinear(nn.Module):
@@ -168,6 +178,7 @@ class RowParallelLinear(nn.Module):
         self.tp, self.sequence_parallel, self.weight_grads = tp, ctx.sequence_parallel, ctx.weight_grads
         self.product = ctx.product
         self.adapter: Adapter | None = None
+        self.quantized: QuantizedWeight | None = None
         info = ParameterInfo(role="linear", init="normal", std=std)
         add_parameter(self, "weight", (out_features, in_features), tp=tp, shard_dim=1, info=info, device=ctx.device)
         if bias:
@@ -183,14 +194,16 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         """[S, B, in_local] -> [S, B, out], or [S_local, B, out] under sequence parallelism. key: for an adapter's dropout."""
-        weight, bias = to_local(self.weight), None if self.bias is None else to_local(self.bias)
-        where, product = (self.tp, self.sequence_parallel, self.weight_grads), self.product
+        weight = to_local(self.weight) if self.quantized is None else self.quantized.local()
+        bias = None if self.bias is None else to_local(self.bias)
+        where = (self.tp, self.sequence_parallel, self.weight_grads)
+        product = cast("Product | None", self.product if self.quantized is None else int8_product)
         if self.adapter is not None:
-            other = None if product is None else lambda x: product(x, add_later(weight, self.weight_grads))
+            other = None if product is None else lambda x: product(x, later_weight(weight, self.weight_grads))
             return adapted_row(x, weight, bias, self.adapter, Where(*where), key, other)
         if product is not None:
             return row_parallel_product(x, weight, bias, *where, product)
-        return row_parallel(x, weight, bias, *where)
+        return row_parallel(x, cast("Tensor", weight), bias, *where)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"

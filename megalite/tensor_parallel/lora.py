@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from megalite.grid import Axis
 from megalite.tensor_parallel.deferral import WeightGradQueue, add_later
 from megalite.tensor_parallel.linear import column_parallel, linear, reduce_row_parallel
 from megalite.tensor_parallel.parameter import ParallelContext, ParameterInfo, add_parameter, to_local
+from megalite.tensor_parallel.quantized import Int8Weight, as_float
 from megalite.tensor_parallel.rng import DropoutKey, dropout
 
 __all__ = ["Adapter", "AdapterSettings", "AdapterShape", "Where", "adapted_columns", "adapted_row"]
@@ -100,16 +102,16 @@ class Adapter(nn.Module):
         """[out_local, r]: the rows that this rank multiplies with."""
         return self._own(to_local(self.b))
 
-    def row_factors(self, weight: Tensor, tp: Axis, queue: WeightGradQueue | None) -> Tensor | None:
+    def row_factors(self, weight: Tensor | Int8Weight, tp: Axis, queue: WeightGradQueue | None) -> Tensor | None:
         """[out_local], m / ||row of W + scale * B A||, in the type of the weight; None without DoRA. weight: the rows [out_local,
         in_local] of W. tp: over which rows are cut along in; an axis of one rank where they are not."""
         if self.magnitude is None:
             return None
         with torch.no_grad():
-            squares = (weight.float() + self.settings.scale * (self.local_b().float() @ self.local_a().float())).square().sum(1)
+            squares = (as_float(weight) + self.settings.scale * (self.local_b().float() @ self.local_a().float())).square().sum(1)
             if tp.size > 1:
                 squares = comm.all_reduce(squares, tp)
-        return add_later(self._own(to_local(self.magnitude)), queue) / squares.sqrt().to(weight.dtype)
+        return add_later(self._own(to_local(self.magnitude)), queue) / squares.sqrt().to(self.magnitude.dtype)
 
     def _own(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x.narrow(0, *self.rows)
@@ -120,7 +122,7 @@ class Adapter(nn.Module):
 
 def adapted_columns(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Int8Weight],
     biases: Sequence[Tensor | None],
     adapters: Sequence[Adapter | None],
     where: Where,
@@ -134,13 +136,13 @@ def adapted_columns(
     present = [adapter for adapter in adapters if adapter is not None]
     low = [adapter.local_a() for adapter in present]
     dropped = _dropped(x, present, where, key)
-    nothing = [None] * len(weights)
+    nothing, plain = [None] * len(weights), cast("Sequence[Tensor]", weights)  # integers come with their product
     if dropped is x and product is None:
-        both = column_parallel(x, [*weights, *low], [None] * (len(weights) + len(low)), where.tp, where.sequence_parallel, where.queue)
+        both = column_parallel(x, [*plain, *low], [None] * (len(weights) + len(low)), where.tp, where.sequence_parallel, where.queue)
         ys, hidden = both[: len(weights)], both[len(weights) :]
     else:
-        plain = product or (lambda x: column_parallel(x, weights, nothing, where.tp, where.sequence_parallel, where.queue))
-        ys = plain(x)
+        multiply = product or (lambda x: column_parallel(x, plain, nothing, where.tp, where.sequence_parallel, where.queue))
+        ys = multiply(x)
         hidden = column_parallel(dropped, low, [None] * len(low), where.tp, where.sequence_parallel, where.queue)
     results, waiting = [], iter(hidden)
     for y, weight, bias, adapter in zip(ys, weights, biases, adapters, strict=True):
@@ -152,7 +154,7 @@ def adapted_columns(
 
 def adapted_row(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Int8Weight,
     bias: Tensor | None,
     adapter: Adapter,
     where: Where,
@@ -160,7 +162,7 @@ def adapted_row(
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`row_parallel` of a layer with an adapter. product: gives this rank's part of x @ W.T in another way than `F.linear`."""
-    part = linear(x, weight, None, where.queue) if product is None else product(x)
+    part = linear(x, cast("Tensor", weight), None, where.queue) if product is None else product(x)
     dropped = _dropped(x, [adapter], where, key, is_split=True)
     hidden = linear(dropped, adapter.local_a(), None, where.queue)
     part = _adapted(part, hidden, adapter, adapter.row_factors(weight, where.tp, where.queue), where.queue)

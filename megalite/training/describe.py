@@ -8,6 +8,7 @@ import torch
 
 from megalite import comm
 from megalite.log import get_logger
+from megalite.model.adapters import quantized_layers
 from megalite.optim import collect_parameters
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ def describe(run: Run) -> None:
 def _frozen_and_adapters(run: Run) -> tuple[int, int]:
     """Elements of this rank's frozen parameters, and of those that are adapters; copies do not count."""
     frozen = collect_parameters(run.stages.values(), trained=False)
+    layers = [layer for stage in run.stages.values() for layer in quantized_layers(stage).values()]
+    integers = sum(layer.in_features * layer.out_features for layer in layers)
     return (
-        sum(parameter.num_elements for parameter in frozen if not parameter.is_copy),
+        sum(parameter.num_elements for parameter in frozen if not parameter.is_copy) + integers,
         sum(parameter.num_elements for parameter in run.parameters if ".adapter." in parameter.name),
     )
 

@@ -3,6 +3,7 @@
 Decisions
 - They are read from a checkpoint of any layout and are not written again: a run's own checkpoints hold what it trains. So a run that
   resumes reads both, the base and its newest checkpoint.
+- Weights that are kept as integers are read whole, one after another, so that memory is bounded by the largest of them.
 - That a base is the same model as the run is checked as for a checkpoint that is resumed.
 """
 
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from megalite import comm
 from megalite.checkpoint import find_checkpoint, load_tensors, read_manifest
+from megalite.checkpoint.reading import TensorReader
 from megalite.errors import CheckpointError, ConfigError
 from megalite.log import get_logger
-from megalite.model.adapters import begin_magnitudes
+from megalite.model.adapters import begin_magnitudes, quantized_layers
 from megalite.optim import collect_parameters, local_twins, without_local_copies
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.quantized import Int8Weight, quantize_rows, row_scales
 from megalite.training.changes import model_conflicts
 
 if TYPE_CHECKING:
@@ -49,10 +55,43 @@ def load_base(run: Run) -> None:
         raise CheckpointError(f"{checkpoint} is another model than the run's; use its settings (--config FOLDER/config.toml):\n  {listed}")
     frozen = collect_parameters(run.stages.values(), trained=False)
     tensors = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in without_local_copies(frozen)}
-    load_tensors(checkpoint, tensors, pp=run.grid.pp, world=run.grid.world, ignore=("optimizer.",), is_checked=True)
+    apart = tuple(_fill_integers(run, checkpoint))
+    load_tensors(checkpoint, tensors, pp=run.grid.pp, world=run.grid.world, ignore=("optimizer.", *apart), is_checked=True)
     with torch.no_grad():
         for original, copy in local_twins(frozen):
             copy.local.copy_(original.local)
     for stage in run.stages.values():
         begin_magnitudes(stage)
     get_logger().info(f"loaded the frozen weights of {checkpoint}")
+
+
+def _fill_integers(run: Run, checkpoint: Path) -> list[str]:
+    """Fill the layers whose weights are integers, one whole tensor in memory at a time. Returns the names of all such tensors of the model.
+    Collective over pp. Raises CheckpointError."""
+    names: list[str] = []
+    problem: str | None = None
+    try:
+        reader = TensorReader(checkpoint)
+        for stage in run.stages.values():
+            for name, layer in quantized_layers(stage).items():
+                names.append(f"model.{name}.weight")
+                _fill(layer, reader.read(names[-1]))
+    except CheckpointError as error:
+        problem = str(error)
+    gathered = comm.all_gather_object((names, problem), run.grid.world)
+    problems = [other for _, other in gathered if other is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    return sorted({name for others, _ in gathered for name in others})
+
+
+def _fill(layer: ColumnParallelLinear | RowParallelLinear, whole: Tensor) -> None:
+    quantized, dim, tp = layer.quantized, layer.adapter_shape.shard_dim, layer.tp
+    assert quantized is not None
+    if tuple(whole.shape) != (layer.out_features, layer.in_features):
+        raise CheckpointError(f"a weight has shape {list(whole.shape)}, the model's is {[layer.out_features, layer.in_features]}")
+    values, scales = quantize_rows(whole, row_scales(whole))
+    if dim is not None:
+        values = values.chunk(tp.size, dim)[tp.rank]
+        scales = scales.chunk(tp.size)[tp.rank] if dim == 0 else scales
+    quantized.fill(Int8Weight(values, scales))

@@ -132,3 +132,47 @@ def test_a_run_with_adapters_saves_them_alone_and_resumes_in_another_layout(base
     others, _ = run_layout(replace(longer, lora=replace(longer.lora, lora_dropout=0.0)), Layout(pp=2, dp=2, zero=3), tmp_path)
     assert len(others) == STEPS
     assert all(".adapter." in name for name in read_manifest(newest_checkpoint(tmp_path)).tensors)
+
+
+INT8 = replace(DORA, quantize_base="int8")
+
+
+def quantized(weights: dict[str, Any]) -> dict[str, Any]:
+    """The base as integers make it, in numpy."""
+    changed = dict(weights)
+    for name, value in weights.items():
+        if name.startswith("layers.") and name.endswith("_proj.weight"):
+            scales = np.abs(value).max(axis=1, keepdims=True) / np.float32(127)
+            changed[name] = np.rint(value / scales) * scales
+    return changed
+
+
+def save_quantized(config: RunConfig, folder: Path) -> None:
+    """A base whose weights are what integers would make of those in `folder`."""
+    run = build_in_this_world(config.resolve())
+    load_run(run, folder)
+    weights = quantized(full_weights(run))
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.local.copy_(torch.from_numpy(weights[parameter.name]))
+    save_run(run)
+
+
+INT8_LAYOUTS = [Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True), Layout(tp=4, schedule="zb-h1", pp=2)]
+
+
+@pytest.fixture(scope="module")
+def of_integers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, Any]]:
+    """What one rank trains on the weights that integers stand for."""
+    folder = tmp_path_factory.mktemp("integers")
+    run_ranks(save_quantized, 1, lora_config(LoraConfig(), folder), base, timeout=60)
+    return run_layout(lora_config(replace(DORA, lora_base=str(folder))), Layout())
+
+
+@pytest.mark.parametrize("layout", INT8_LAYOUTS, ids=str)
+def test_an_integer_base_trains_like_the_weights_that_it_stands_for(layout: Layout, base: Path, of_integers: Any) -> None:
+    losses, weights = of_integers
+    with_integers, others = run_layout(lora_config(replace(INT8, lora_base=str(base))), layout)
+    assert with_integers == pytest.approx(losses, rel=1e-5)
+    for name, value in weights.items():
+        np.testing.assert_allclose(others[name], value, atol=1e-4, rtol=0, err_msg=name)
