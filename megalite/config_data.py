@@ -63,10 +63,22 @@ class DataConfig:
     """Tokens attend only within their document; the mask takes S x S bytes per sample of a micro-batch."""
     eod_mask_loss: bool = False
     """The loss leaves out end-of-document tokens."""
+    sft_data_path: str | None = None
+    """Conversations to fine-tune on, one per line of a .jsonl file, instead of --data-path; the loss counts answers alone."""
+    sft_valid_path: str | None = None
+    """Conversations for validation."""
+    dpo_data_path: str | None = None
+    """Pairs of a chosen and a rejected answer to train on by preference (DPO), scored by tools/score_preferences.py."""
+    dpo_valid_path: str | None = None
+    """Such pairs for validation."""
+    sft_too_long: Literal["truncate", "refuse"] = "truncate"
+    """Conversations longer than a sequence: truncate (cut at the end, counted; pairs are left out) or refuse."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, in place of the tokenizer's own."""
 
     @property
     def has_files(self) -> bool:
-        """Whether any dataset is named."""
+        """Whether any dataset of token files is named."""
         return bool(self.data_path) or self.has_own_splits
 
     @property

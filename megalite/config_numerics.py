@@ -52,6 +52,8 @@ class NumericsConfig:
     """Share of the target's probability that is spread evenly over the vocabulary, in training; the loss shown stays plain."""
     z_loss: float = 0.0
     """Factor of the squared logarithm of the softmax's denominator, added to the loss in training; the loss shown stays plain."""
+    dpo_beta: float = 0.1
+    """How much a preferred answer's gain over the reference model counts with --dpo-data-path; small values move further from it."""
     check_replicas_interval: int | None = None
     """Steps between checks that ranks which should hold equal weights do, bit for bit; not set: no checks."""
     log_gradient_noise_scale: bool = False

@@ -32,6 +32,7 @@ CONFIGURATION_FILES = (
     "config_output",
     "presets",
     "validate",
+    "validate_chat",
     "validate_lora",
     "validate_memory",
     "validate_numerics",

@@ -20,31 +20,34 @@ from megalite.presets import apply_preset
 
 # Every flag. A new one must be added here, so that it is seen in review. Switches also exist with --no-.
 FROZEN_LIST = """
-activation adam-beta1 adam-beta2 adam-eps add-attention-output-bias add-bias-linear add-mlp-bias add-qkv-bias
-async-save attention-dropout balance-pipeline-stages bf16 bias check-replicas-interval clip-grad config
+activation adam-beta1 adam-beta2 adam-eps add-attention-output-bias add-bias-linear add-mlp-bias add-qkv-bias async-save
+attention-dropout balance-pipeline-stages bf16 bias chat-template check-replicas-interval clip-grad config
 context-parallel-size cp cpu-offloading data-cache-path data-parallel-replicate-size data-parallel-sharding-strategy
-data-path device disable-bias-linear distributed-timeout-minutes dp-replicas eod-mask-loss eval-interval eval-iters
-exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype ffn-hidden-size finetune fp16 fp8 gbs
-global-batch-size grad-reduce-in-bf16 group-query-attention hash-tensors hidden-dropout hidden-size hysteresis init-method-std
-initial-loss-scale keep-every keep-last kv-channels label-smoothing load load-weights-only log-gradient-noise-scale
-log-interval loss-chunk-tokens loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style
+data-path device disable-bias-linear distributed-timeout-minutes dp-replicas dpo-beta dpo-data-path dpo-valid-path
+eod-mask-loss eval-interval eval-iters exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype
+ffn-hidden-size finetune fp16 fp8 gbs global-batch-size grad-reduce-in-bf16 group-query-attention hash-tensors
+hidden-dropout hidden-size hysteresis init-method-std initial-loss-scale keep-every keep-last kv-channels
+label-smoothing load load-weights-only log-gradient-noise-scale log-interval lora-allocation-end
+lora-allocation-interval lora-allocation-start lora-alpha lora-alphas lora-average-rank lora-base lora-dropout lora-r
+lora-ranks lora-targets loss-chunk-tokens loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style
 lr-multipliers lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples
-lr-wsd-decay-style make-vocab-size-divisible-by max-position-embeddings max-skipped-steps mbs memory-report
-metrics-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage min-loss-scale min-lr mock-data model
-muon-dtype muon-momentum muon-num-ns-steps muon-scale-mode muon-use-nesterov norm-epsilon normalization
-num-attention-heads num-distributed-optimizer-instances num-layers num-query-groups
-num-virtual-stages-per-pipeline-rank num-workers on-damaged-checkpoint on-nonfinite on-save-failure optimizer
-optimizer-cpu-offload persistent-save-interval pipeline-layer-split pipeline-model-parallel-layout
-pipeline-model-parallel-size pipeline-schedule pipeline-schedule-costs position-embedding-type pp precision preset
-qk-layernorm rampup-batch-size recompute-activations recompute-granularity recompute-modules recompute-num-layers
-reset-attention-mask reset-position-ids rewind-steps rope-scaling rope-scaling-attention-factor rope-scaling-beta-fast
-rope-scaling-beta-slow rope-scaling-factor rope-scaling-high-freq-factor rope-scaling-low-freq-factor
-rope-scaling-mscale rope-scaling-mscale-all-dim rope-scaling-original-length rope-scaling-truncate rotary-base
-rotary-percent save save-interval schedule seed sentencepiece-model separate-last-epoch seq-length sequence-parallel
-sgd-momentum shuffle skip-spikes sliding-window sp spike-factor spike-window split squared-relu swiglu
-tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model tokenizer-type tp trace-pipeline
-train-data-path train-iters untie-embeddings-and-output-weights use-distributed-optimizer
-use-rotary-position-embeddings valid-data-path vocab-size vpp weight-decay weight-decay-multipliers z-loss zero
+lr-wsd-decay-style make-vocab-size-divisible-by max-position-embeddings max-skipped-steps mbs memory-report metrics-file
+micro-batch-size microbatch-group-size-per-virtual-pipeline-stage min-loss-scale min-lr mock-data model muon-dtype
+muon-momentum muon-num-ns-steps muon-scale-mode muon-use-nesterov norm-epsilon normalization num-attention-heads
+num-distributed-optimizer-instances num-layers num-query-groups num-virtual-stages-per-pipeline-rank num-workers
+on-damaged-checkpoint on-nonfinite on-save-failure optimizer optimizer-cpu-offload persistent-save-interval
+pipeline-layer-split pipeline-model-parallel-layout pipeline-model-parallel-size pipeline-schedule
+pipeline-schedule-costs position-embedding-type pp precision preset qk-layernorm quantize-base rampup-batch-size
+recompute-activations recompute-granularity recompute-modules recompute-num-layers reset-attention-mask
+reset-position-ids rewind-steps rope-scaling rope-scaling-attention-factor rope-scaling-beta-fast rope-scaling-beta-slow
+rope-scaling-factor rope-scaling-high-freq-factor rope-scaling-low-freq-factor rope-scaling-mscale
+rope-scaling-mscale-all-dim rope-scaling-original-length rope-scaling-truncate rotary-base rotary-percent save
+save-interval schedule seed sentencepiece-model separate-last-epoch seq-length sequence-parallel sft-data-path
+sft-too-long sft-valid-path sgd-momentum shuffle skip-spikes sliding-window sp spike-factor spike-window split
+squared-relu straggler-factor swiglu tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model
+tokenizer-type tp trace-pipeline train-data-path train-iters untie-embeddings-and-output-weights
+use-distributed-optimizer use-dora use-rotary-position-embeddings use-rslora valid-data-path vocab-size vpp
+watchdog-seconds weight-decay weight-decay-multipliers z-loss zero
 """
 FROZEN = FROZEN_LIST.split()
 

@@ -97,6 +97,15 @@ def test_char_gpt_example_runs(tmp_path: Path) -> None:
     assert "validation loss" in result.stderr
 
 
+def test_finetune_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE_ITERS", "2")
+    out = tmp_path / "tuned"
+    result = run([str(ROOT / "examples/finetune.sh"), str(out), "--train-iters", "2"], ROOT)
+    assert result.stdout.count('"perplexity"') == 2
+    assert "user: Who deceives Othello?" in result.stdout
+    assert not re.search(r"warning", result.stdout + result.stderr, re.IGNORECASE), result.stderr
+
+
 def test_benchmark_runs(checkout: Path) -> None:
     result = run("python tools/bench_train.py --rounds 1 --steps 1 --tiny", checkout)
     assert '"speed_ratio"' in result.stdout.splitlines()[-1]

@@ -4,6 +4,7 @@ Decisions
 - Tensors are read and written one at a time. Rows that pad the vocabulary are cut; a tied head is not written.
 - The configuration is what the checkpoint's settings say. Where the model was imported and its settings are still the same, the imported
   configuration is kept, with what transformers reads beside the computation.
+- Adapters are merged into their base, of which the companions are taken.
 - Optimizer state has no place in such a folder and is left out.
 """
 
@@ -23,6 +24,7 @@ from megalite.convert.hf_config import family_of, model_from_hf, model_to_hf, re
 from megalite.convert.hf_files import write_shards
 from megalite.convert.hf_import import COMPANIONS
 from megalite.convert.hf_names import source_of
+from megalite.convert.merged import MergedReader
 from megalite.convert.source import DTYPES, open_source
 from megalite.convert.writing import VOCABULARY, logical_shapes
 from megalite.errors import ConfigError
@@ -32,16 +34,23 @@ __all__ = ["export_hf", "plan_tensors"]
 _HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def export_hf(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] = "fp32", max_shard_bytes: int = 5 * 10**9) -> Path:
-    """path: a checkpoint or a --save folder (its newest one); out: a new or empty folder, which is returned.
+def export_hf(
+    path: Path,
+    out: Path,
+    *,
+    base: Path | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """path: a checkpoint or a --save folder (its newest one); out: a new or empty folder, which is returned; base: as in `open_source`.
 
     Raises CheckpointError, or ConfigError for a model that no family of Hugging Face computes.
     """
-    reader, settings = open_source(path, out)
+    reader, settings = open_source(path, out, base)
     model = settings.model
     family = family_of(model)
     parts, shapes = plan_tensors(model, family)
-    companions = _companions(reader.checkpoint, settings)
+    companions = _companions(reader, settings)
     out.mkdir(parents=True, exist_ok=True)
     write_shards(out, shapes, lambda name: _join(reader, parts[name], family, model), DTYPES[dtype], max_shard_bytes)
     config = _configuration(model, companions) | {"torch_dtype": _HF_DTYPES[dtype]}
@@ -54,9 +63,10 @@ def export_hf(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] =
     return out
 
 
-def _companions(checkpoint: Path, settings: RunConfig) -> Path:
+def _companions(reader: TensorReader | MergedReader, settings: RunConfig) -> Path:
     """The folder of what goes with the weights: beside an imported checkpoint, or where its fine-tuned successor has its tokenizer from."""
-    beside, tokenizer = checkpoint.parent / "hf", settings.data.tokenizer_model
+    beside = reader.companions if isinstance(reader, MergedReader) else reader.checkpoint.parent / "hf"
+    tokenizer = settings.data.tokenizer_model
     return Path(tokenizer) if not beside.is_dir() and settings.data.tokenizer_type == "hf" and tokenizer is not None else beside
 
 
@@ -78,7 +88,7 @@ def plan_tensors(model: ModelConfig, family: str) -> tuple[dict[str, list[str]],
     return parts, shapes
 
 
-def _join(reader: TensorReader, names: list[str], family: str, model: ModelConfig) -> Tensor:
+def _join(reader: TensorReader | MergedReader, names: list[str], family: str, model: ModelConfig) -> Tensor:
     ours = [reader.read(f"model.{name}") for name in names]
     if names[0] in VOCABULARY:
         return ours[0][: model.known_vocab_size]

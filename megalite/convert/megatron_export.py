@@ -29,6 +29,7 @@ from megalite.checkpoint.reading import TensorReader
 from megalite.config import ModelConfig
 from megalite.convert.megatron_config import arguments_of
 from megalite.convert.megatron_names import Rows, join, part_of
+from megalite.convert.merged import MergedReader
 from megalite.convert.source import DTYPES, open_source
 from megalite.convert.writing import logical_shapes
 from megalite.errors import CheckpointError
@@ -39,12 +40,13 @@ _LAYERS = "decoder.layers."
 _STATEFUL = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
-def export_megatron(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp16"] = "fp32") -> Path:
-    """path: a checkpoint or a --save folder (its newest one); out: a new or empty folder. Returns the folder of the checkpoint in it.
+def export_megatron(path: Path, out: Path, *, base: Path | None = None, dtype: Literal["fp32", "bf16", "fp16"] = "fp32") -> Path:
+    """path: a checkpoint or a --save folder (its newest one), of adapters with their base (`open_source`); out: a new or empty folder.
+    Returns the folder of the checkpoint in it.
 
     Raises CheckpointError, or ConfigError for a model that Megatron's arguments cannot express.
     """
-    reader, config = open_source(path, out)
+    reader, config = open_source(path, out, base)
     arguments = arguments_of(config.model, config.data.seq_length)
     target = out / "release"
     target.mkdir(parents=True)
@@ -67,7 +69,7 @@ def export_megatron(path: Path, out: Path, *, dtype: Literal["fp32", "bf16", "fp
 class _StackPlanner(LazyPlanner):
     """Plans chunks of Megatron's tensors and makes each when it is written."""
 
-    def __init__(self, reader: TensorReader, model: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, reader: TensorReader | MergedReader, model: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(self._join)
         self._reader, self._dtype, self._rows = reader, dtype, Rows.of(model)
         self._parts: dict[str, dict[str | None, str]] = {}

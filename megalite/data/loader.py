@@ -139,6 +139,8 @@ class GlobalBatchLoader:
         fields = {name: self._stack(samples, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         if samples[0].document_ids is not None:
             fields["document_ids"] = self._stack(samples, "document_ids")
+        if samples[0].reference is not None:
+            fields["reference"] = torch.tensor([sample.reference for sample in samples], dtype=torch.float32, pin_memory=self.pin_memory)
         if self.vocab_size is not None:
             _check_ids((fields["tokens"], fields["labels"]), self.vocab_size, micro_batch.samples)
         return MicroBatchArrays(**fields, first_sample=micro_batch.samples.start, index=micro_batch.index)

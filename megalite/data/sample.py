@@ -24,7 +24,8 @@ class Sample:
 
     `tokens` int64 [S] the inputs; `labels` int64 [S] the id to predict there; `loss_mask` float32 [S] 1 where
     that prediction counts, else 0; `position_ids` int64 [S]; `document_ids` int32 [S] numbers the documents from 0, and
-    tokens attend only within theirs, None where everything earlier may be attended to.
+    tokens attend only within theirs, None where everything earlier may be attended to. `reference`: of a preferred or rejected answer, its
+    log-probability under the reference model (`preferences`), None elsewhere.
     """
 
     tokens: np.ndarray
@@ -32,6 +33,7 @@ class Sample:
     loss_mask: np.ndarray
     position_ids: np.ndarray
     document_ids: np.ndarray | None = None
+    reference: float | None = None
 
 
 class SampleDataset(Protocol):

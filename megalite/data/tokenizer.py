@@ -73,10 +73,10 @@ class Tokenizer(Protocol):
     """Text to ids and back. Ids are in [0, vocab_size); `eod_id` and `bos_id` are None where the tokenizer has no
     such token.
 
-    `special_strings` are the spellings of its control tokens. `decode` gives no text for control tokens and raises
-    DataError for an id outside the vocabulary; `encode` raises DataError for text that has no UTF-8 form or that the
-    vocabulary cannot express. `encode_flat` gives the ids of `encode_batch` in one array, by the fastest way that is proven
-    equal; `backend` names it.
+    `special_strings` are the spellings of its control tokens, `control_tokens` those with their ids. `decode` gives no text for
+    control tokens and raises DataError for an id outside the vocabulary; `encode` raises DataError for text that has no UTF-8
+    form or that the vocabulary cannot express. `encode_flat` gives the ids of `encode_batch` in one array, by the fastest way that is
+    proven equal; `backend` names it.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Tokenizer(Protocol):
     eod_id: int | None
     bos_id: int | None
     special_strings: tuple[str, ...]
+    control_tokens: dict[str, int]
     backend: str
 
     def encode(self, text: str) -> list[int]: ...
@@ -145,6 +146,7 @@ class BytesTokenizer:
 
     def __init__(self) -> None:
         self.eod_id: int | None = 256
+        self.control_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(utf8_bytes(text))

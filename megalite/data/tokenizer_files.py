@@ -40,6 +40,7 @@ class CharsTokenizer:
         self._ids = {character: index for index, character in enumerate(characters)}
         self.eod_id: int | None = len(characters)
         self.vocab_size = len(characters) + 1
+        self.control_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -79,6 +80,7 @@ class SentencePieceTokenizer:
         self.eod_id: int | None = _known(processor.eos_id()) if eod_token is None else self._find(eod_token)
         self._control = {token for token in range(self.vocab_size) if processor.is_control(token)}
         self.special_strings: tuple[str, ...] = tuple(processor.id_to_piece(token) for token in sorted(self._control))
+        self.control_tokens = {processor.id_to_piece(token): token for token in self._control}
         self._words: WordEncoder | None = word_encoder(processor) if use_fast else None
         self.backend = "reference" if self._words is None else self._words.name
 

@@ -49,6 +49,7 @@ class HFTokenizer:
                 specials[token] = str(backend.id_to_token(token))
         self._special_ids = frozenset(specials)
         self.special_strings: tuple[str, ...] = tuple(specials[token] for token in sorted(specials))
+        self.control_tokens = {spelling: token for token, spelling in specials.items()}
         # Models that look up whole pieces (Unigram, WordLevel) still find a special spelling among their own pieces.
         self._inseparable = [] if allow_special else [s for s in self.special_strings if self._holds_special(s)]
         self._fast: FastBackend | None = fast_backend(backend, allow_special) if use_fast else None

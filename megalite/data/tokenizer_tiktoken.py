@@ -100,6 +100,7 @@ class TiktokenTokenizer:
         self.eod_id: int | None = _special_id(path, settings, spec.eod_token or settings.eod_token)
         self.bos_id: int | None = _special_id(path, settings, settings.bos_token)
         self.special_strings: tuple[str, ...] = tuple(settings.special_tokens)
+        self.control_tokens = dict(settings.special_tokens)
 
     def encode(self, text: str) -> list[int]:
         utf8_bytes(text)

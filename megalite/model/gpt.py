@@ -91,6 +91,8 @@ class GPTStage(nn.Module):
             assert not return_logits, "this stage has no head"
             return hidden
         labels = None if return_logits else (batch.labels.t().contiguous(), batch.loss_mask.t())
+        if labels is not None and batch.reference is not None:
+            labels = (*labels, batch.reference)
         return self.head(hidden, self._tied_weight(), labels)
 
     def logits(self, x: Tensor | None, batch: MicroBatch) -> Tensor:

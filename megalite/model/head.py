@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.model.norms import build_norm
+from megalite.model.preference import preference_loss
 from megalite.tensor_parallel.chunked_loss import HeadLoss, LossSettings
 from megalite.tensor_parallel.layers import ColumnParallelLinear, column_parallel
 from megalite.tensor_parallel.parameter import ParallelContext, to_local
@@ -57,16 +58,31 @@ class Head(nn.Module):
                 ctx=ctx,
             )
 
-    def forward(self, x: Tensor, tied_weight: Tensor | None = None, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, tied_weight: Tensor | None = None, labels: tuple[Tensor, ...] | None = None) -> Tensor:
         """x: [S, B, H] (under sequence parallelism this rank's share of S); labels: targets int64 and loss mask fp32
-        [S, B].
+        [S, B], and with a loss of preferences the reference's log-probabilities [B].
 
-        Returns the sum of cross entropy * mask, an fp32 scalar that is equal on all tp ranks; without labels this
+        Returns the sum of cross entropy * mask (or of the pairs' losses), an fp32 scalar that is equal on all tp ranks; without labels this
         rank's logits [S, B, V_local].
         """
         x = self.norm(x)
-        if labels is not None:
+        beta = self._training_loss.settings.preference_beta
+        if labels is not None and beta is None:
             return self._loss(x, self._local_weight(tied_weight), *labels)
+        logits = self._logits(x, tied_weight)
+        if labels is None:
+            return logits
+        assert beta is not None
+        loss = self._training_loss
+        sizes = dict(vocab_size=loss.vocab_size, padded_vocab_size=loss.padded_vocab_size)
+        return preference_loss(logits, *labels, beta=beta, tp=self.ctx.tp, **sizes)
+
+    @property
+    def is_of_preferences(self) -> bool:
+        """Whether the loss is one of pairs of answers."""
+        return self._training_loss.settings.preference_beta is not None
+
+    def _logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         if self.output is not None:
             return self.output(x)
         ctx, weight = self.ctx, self._local_weight(tied_weight)

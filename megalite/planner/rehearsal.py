@@ -15,7 +15,7 @@ Legend: S sequence, B micro-batch, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ def rehearse(build: Callable[[WeightGradQueue | None], GPTStage], shape: BatchSh
     with FakeTensorMode():
         give_memory(stage, shape.dtype)
         batch, x = _batch(shape), None
+        if stage.head is not None and stage.head.is_of_preferences:
+            batch = replace(batch, reference=torch.zeros(shape.micro_batch))
         with LiveStorages(_tensors(stage)) as live:
             before = live.current()
             if stage.embedding is None:

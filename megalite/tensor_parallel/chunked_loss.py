@@ -56,12 +56,13 @@ class LossSettings:
     """chunk_tokens: most tokens whose logits exist at one time; None: as many as make 16 MiB of fp32 logits on a CPU
     (what caches and allocators like best), 256 MiB elsewhere (large products, few launches), at least 128.
 
-    label_smoothing and z_loss: see above.
+    label_smoothing and z_loss: see above. preference_beta: the loss is another one (`model/preference`).
     """
 
     chunk_tokens: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    preference_beta: float | None = None
 
     @property
     def has_terms(self) -> bool:

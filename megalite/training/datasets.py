@@ -1,4 +1,4 @@
-"""The run's datasets on all ranks: files (`data/corpora.py`) or pseudo-random tokens.
+"""The run's datasets on all ranks: files (`data/corpora.py`), conversations (`data/sft_dataset.py`) or pseudo-random tokens.
 
 Decisions
 - The vocabulary comes from, in this order: `vocab_size`, the tokenizer, the datasets' side files; the data's largest id must fit.
@@ -11,14 +11,18 @@ Decisions
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite import comm
 from megalite.batch_sizes import BatchSizes
 from megalite.config import RunConfig
+from megalite.config_data import SplitName
+from megalite.data.chat_encoding import ChatEncoder
 from megalite.data.corpora import Corpora, Split, known_vocab_size
 from megalite.data.mock import MockDataset
+from megalite.data.preferences import PreferenceDataset, encode_preferences, read_preferences
 from megalite.data.sample import SampleDataset
+from megalite.data.sft_dataset import read_sft_dataset
 from megalite.grid import Grid
 from megalite.log import get_logger
 from megalite.training.state import TrainState
@@ -62,6 +66,10 @@ def build_datasets(config: RunConfig, sizes: BatchSizes, grid: Grid, start: Trai
         if "valid" not in num_samples:
             return RunDatasets(train)
         return RunDatasets(train, MockDataset(vocab_size, length, num_samples["valid"], seed + _VALID_SEED_OFFSET))
+    if config.data.sft_data_path is not None:
+        return _conversations(config, num_samples, grid)
+    if config.data.dpo_data_path is not None:
+        return _preferences(config, num_samples, grid)
     if not grid.world.is_first:
         comm.barrier(grid.world)
     corpora = Corpora(config)
@@ -70,6 +78,40 @@ def build_datasets(config: RunConfig, sizes: BatchSizes, grid: Grid, start: Trai
         _describe(splits, config)
         comm.barrier(grid.world)
     return RunDatasets(**{split.name: split.dataset for split in splits})
+
+
+def _conversations(config: RunConfig, num_samples: dict[SplitName, int], grid: Grid) -> RunDatasets:
+    """Every rank encodes all conversations itself."""
+    data = config.data
+    assert data.sft_data_path is not None and data.tokenizer_type is not None  # validated
+    encoder = ChatEncoder(data.tokenizer_type, data.tokenizer_model, data.chat_template)
+    options: dict[str, Any] = dict(seq_length=data.seq_length, seed=config.train.seed, too_long=data.sft_too_long)
+    train = read_sft_dataset(data.sft_data_path, encoder, num_samples=num_samples["train"], **options)
+    valid = None
+    if data.sft_valid_path is not None and "valid" in num_samples:
+        valid = read_sft_dataset(data.sft_valid_path, encoder, num_samples=num_samples["valid"], **options)
+    if grid.world.is_first:
+        rows = [f"conversations for {config.train.train_iters:,} steps, chat template {encoder.template.name}", *train.lines("train")]
+        get_logger().info("\n".join(rows + ([] if valid is None else valid.lines("valid"))))
+    return RunDatasets(train, valid)
+
+
+def _preferences(config: RunConfig, num_samples: dict[SplitName, int], grid: Grid) -> RunDatasets:
+    """As `_conversations`."""
+    data, seed = config.data, config.train.seed
+    assert data.dpo_data_path is not None and data.tokenizer_type is not None  # validated
+    encoder = ChatEncoder(data.tokenizer_type, data.tokenizer_model, data.chat_template)
+
+    def read(path: str, samples: int) -> PreferenceDataset:
+        pairs, left_out = encode_preferences(read_preferences(path), encoder, data.seq_length, data.sft_too_long)
+        return PreferenceDataset(pairs, seq_length=data.seq_length, num_samples=samples, seed=seed, left_out=left_out)
+
+    train = read(data.dpo_data_path, num_samples["train"])
+    valid = None if data.dpo_valid_path is None or "valid" not in num_samples else read(data.dpo_valid_path, num_samples["valid"])
+    if grid.world.is_first:
+        rows = [f"preferences for {config.train.train_iters:,} steps, chat template {encoder.template.name}", *train.lines("train")]
+        get_logger().info("\n".join(rows + ([] if valid is None else valid.lines("valid"))))
+    return RunDatasets(train, valid)
 
 
 def _describe(splits: list[Split], config: RunConfig) -> None:

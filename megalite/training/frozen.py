@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite import comm
-from megalite.checkpoint import find_checkpoint, load_tensors, read_manifest
+from megalite.checkpoint import find_checkpoint, has_checkpoints, load_tensors, read_manifest
 from megalite.checkpoint.reading import TensorReader
 from megalite.errors import CheckpointError, ConfigError
 from megalite.log import get_logger
@@ -42,7 +42,13 @@ def load_base(run: Run) -> None:
         return
     if lora.lora_base is None:
         raise ConfigError("lora_r without lora_base: the frozen weights would be random; give --lora-base the folder of a checkpoint")
-    checkpoint = find_checkpoint(Path(lora.lora_base), run.grid.world, on_damage=run.config.output.on_damaged_checkpoint)
+    folder = Path(lora.lora_base)
+    if (folder / "config.json").is_file() and not has_checkpoints(folder):
+        raise CheckpointError(
+            f"--lora-base {folder} is a Hugging Face folder: convert it first (python tools/convert_checkpoint.py --from hf --to megalite "
+            f"--input {folder} --output DIR), and give --lora-base DIR"
+        )
+    checkpoint = find_checkpoint(folder, run.grid.world, on_damage=run.config.output.on_damaged_checkpoint)
     run.grid.progress.doing = f"loading {checkpoint}"
     manifest = read_manifest(checkpoint)
     if any(name.endswith(".adapter.a") for name in manifest.tensors):

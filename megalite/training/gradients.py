@@ -66,5 +66,5 @@ def _norm(run: Run) -> Tensor:
 def _add(
     noise_scale: NoiseScale, run: Run, norms: tuple[Tensor, Tensor, Tensor], halves: tuple[Sequence[MicroBatch], ...], num_samples: int
 ) -> None:
-    counts = [torch.stack([microbatch.loss_mask.sum() for microbatch in half]).sum() for half in halves]
+    counts = [torch.stack([microbatch.num_losses for microbatch in half]).sum() for half in halves]
     noise_scale.add(norms, comm.all_reduce(torch.stack(counts), run.grid.dp), num_samples)

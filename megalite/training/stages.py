@@ -77,4 +77,9 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 
 def loss_settings(config: RunConfig) -> LossSettings:
     numerics = config.numerics
-    return LossSettings(chunk_tokens=config.memory.loss_chunk_tokens, label_smoothing=numerics.label_smoothing, z_loss=numerics.z_loss)
+    return LossSettings(
+        chunk_tokens=config.memory.loss_chunk_tokens,
+        label_smoothing=numerics.label_smoothing,
+        z_loss=numerics.z_loss,
+        preference_beta=None if config.data.dpo_data_path is None else numerics.dpo_beta,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_to_megatron_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
+def test_adapters_there_and_back_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, base = str(tmp_path / "ours"), str(GOLDEN / "gpt2")
+    theirs = GOLDEN.parent / "lora" / "gpt2_all"
+    assert main(["--from", "peft", "--to", "megalite", "--input", str(theirs), "--output", ours, "--base", base]) == 0
+    assert 'lora_targets = ["q_proj"' in (tmp_path / "ours" / "config.toml").read_text()
+    assert main(["--from", "megalite", "--to", "peft", "--input", ours, "--output", str(tmp_path / "back"), "--base", "openai/gpt2"]) == 0
+    assert json.loads((tmp_path / "back" / "adapter_config.json").read_text())["base_model_name_or_path"] == "openai/gpt2"
+    assert main(["--from", "megalite", "--to", "hf", "--input", ours, "--output", str(tmp_path / "whole")]) == 0
+    assert (tmp_path / "whole" / "model.safetensors").stat().st_size == (GOLDEN / "gpt2" / "model.safetensors").stat().st_size
+    capsys.readouterr()
+    assert main(["--from", "megalite", "--to", "hf", "--input", ours, "--output", str(tmp_path / "no"), "--base", str(tmp_path)]) == 2
+    assert "no checkpoint and no Hugging Face folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -51,6 +66,8 @@ def test_to_megatron_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ["--from", "megalite", "--to", "megalite"],
         ["--from", "gguf", "--to", "megatron"],
         ["--from", "hf", "--to", "megalite", "--vocab-size", "9"],
+        ["--from", "hf", "--to", "megalite", "--base", "folder"],
+        ["--from", "peft", "--to", "megalite"],
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], tmp_path: Path) -> None:

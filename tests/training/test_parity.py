@@ -1,4 +1,4 @@
-"""Requirement 90. Every layout trains the same model: a representative part of the matrix (all of it: `python tools/parity.py --max-ranks 8`)."""
+"""Requirement 90. Every layout trains the same model: a part of the matrix (all of it: `python tools/parity.py --max-ranks 8`)."""
 
 from __future__ import annotations
 
