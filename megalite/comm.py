@@ -9,7 +9,8 @@ Decisions
 - `record_comms(axes)` lists what was sent, as (operation, axis name, number of elements): the tables in the layers'
   docstrings are tests.
 - Over an axis of ranks that do not exist (`Axis.rehearsal`) everything is recorded and shaped, and nothing sent.
-- A failure names the operation, the axis, its ranks and what the run was doing.
+- A failure names the operation, the axis, its ranks and what the run was doing. What was started or waited for last is kept in
+  `axis.progress`, for the watchdog.
 - torch renamed `all_gather_into_tensor` and `reduce_scatter_tensor` in 2.13; both names are tried here.
 """
 
@@ -85,6 +86,9 @@ class Pending:
 
 @contextmanager
 def _named(axis: Axis, op: str) -> Iterator[None]:
+    progress = axis.progress
+    progress.last_comm = (op, axis.name)
+    progress.num_comms += 1
     try:
         yield
     except RuntimeError as error:

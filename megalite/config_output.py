@@ -40,6 +40,10 @@ class OutputConfig:
     """Save and end after a step that is a multiple of this."""
     exit_duration_in_mins: float | None = None
     """Save and end after the step in which the run has lasted this many minutes."""
+    watchdog_seconds: float | None = None
+    """End the run, and name the rank that the others wait for, when there is no progress for this long; not set: wait for the time-out."""
+    straggler_factor: float | None = None
+    """Name ranks whose own time, without waiting, exceeds that of the ranks with the same stage by this factor; not set: do not measure."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     metrics_file: str | None = None

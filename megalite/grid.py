@@ -13,7 +13,8 @@ Decisions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
@@ -94,10 +95,26 @@ class GridShape:
 
 @dataclass
 class Progress:
-    """What the run is doing, for error messages, and the log of collectives while one is being recorded."""
+    """What the run is doing, for error messages and the watchdog, and the log of collectives while one is being recorded.
+
+    last_comm: (operation, axis name) that was last started or waited for, num_comms: how many were. is_long: in work that may take many
+    times as long as a step.
+    """
 
     doing: str = "start-up"
     records: list[Any] | None = None
+    last_comm: tuple[str, str] | None = None
+    num_comms: int = 0
+    is_long: bool = False
+
+    @contextmanager
+    def long_work(self) -> Iterator[None]:
+        """What happens inside may take many times as long as a step."""
+        self.is_long = True
+        try:
+            yield
+        finally:
+            self.is_long = False
 
 
 @dataclass(frozen=True)

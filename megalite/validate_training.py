@@ -11,6 +11,7 @@ import re
 from megalite.config import DataConfig, RunConfig
 from megalite.config_data import parse_source
 from megalite.errors import ConfigError
+from megalite.validate_chat import chat_violations
 
 __all__ = ["data_violations", "fp8_violations", "loss_violations", "output_violations", "split_shares", "training_violations"]
 
@@ -67,14 +68,15 @@ def data_violations(config: RunConfig) -> list[str]:
     found = []
     if data.has_files and data.mock_data:
         found.append("data_path and mock_data are both set: leave one of them out")
-    elif not data.has_files and not data.mock_data:
-        found.append("there is no data: set --data-path PREFIX ..., or --mock-data to train on pseudo-random tokens")
+    elif not data.has_files and not data.mock_data and data.sft_data_path is None and data.dpo_data_path is None:
+        found.append("there is no data: set --data-path PREFIX ..., --sft-data-path FILE, or --mock-data to train on pseudo-random tokens")
     if data.mock_data and vocab is None:
         found.append("mock_data needs to know how many different tokens there are: set --vocab-size")
     if data.mock_data and data.reset_attention_mask:
         found.append("reset_attention_mask has no effect with mock_data, which has no documents: leave it out")
     if data.shuffle == "feistel" and data.separate_last_epoch is not None:
         found.append("separate_last_epoch has no meaning in the feistel order, where all epochs are separate: leave it out")
+    found += chat_violations(config)
     return found + _source_violations(config) + _tokenizer_violations(config) + _split_violations(data.split)
 
 
@@ -137,6 +139,10 @@ def output_violations(config: RunConfig) -> list[str]:
         found.append("load_weights_only is set, but nothing is loaded: set --load DIR")
     if output.exit_duration_in_mins is not None and output.exit_duration_in_mins <= 0:
         found.append(f"exit_duration_in_mins is {output.exit_duration_in_mins:g}: it must be above 0")
+    if output.watchdog_seconds is not None and not 0 < output.watchdog_seconds < math.inf:
+        found.append(f"watchdog_seconds is {output.watchdog_seconds:g}: use a number above 0, such as 300, or leave it out for no watchdog")
+    if output.straggler_factor is not None and not 1 < output.straggler_factor < math.inf:
+        found.append(f"straggler_factor is {output.straggler_factor:g}: use a number above 1, such as 1.5, or leave it out")
     if train.eval_interval is not None and config.data.has_own_splits and not config.data.valid_data_path:
         found.append(f"eval_interval {train.eval_interval} is set, but there is no validation data: set --valid-data-path")
     if train.eval_interval is not None and config.data.data_path and _no_validation(config.data.split):

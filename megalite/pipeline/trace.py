@@ -74,13 +74,19 @@ class ActionClock:
 
     def take(self) -> list[TimedAction]:
         """Everything recorded since the last call. Waits for the device."""
+        records = self.recorded()
+        self.clear()
+        return records
+
+    def recorded(self) -> list[TimedAction]:
+        """What `take` will give. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        records = [
-            TimedAction(step, self.rank, action, self._seconds(start), self._seconds(end)) for step, action, start, end in self._open
-        ]
+        return [TimedAction(step, self.rank, action, self._seconds(start), self._seconds(end)) for step, action, start, end in self._open]
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
         self._open.clear()
-        return records
 
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):

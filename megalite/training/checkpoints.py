@@ -29,7 +29,8 @@ def save_run(run: Run) -> None:
     """
     for action in (finish_saving, _save):  # the end of the save before, then this one
         try:
-            action(run)
+            with run.grid.progress.long_work():
+                action(run)
         except CheckpointError as error:
             if run.config.output.on_save_failure == "stop":
                 raise
@@ -39,7 +40,8 @@ def save_run(run: Run) -> None:
 def finish_saving(run: Run) -> None:
     """Wait for a save in the background. Collective. Raises CheckpointError where it failed: nothing comes after it."""
     if run.saver is not None:
-        run.saver.wait()
+        with run.grid.progress.long_work():
+            run.saver.wait()
 
 
 def _save(run: Run) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,11 @@ import torch.distributed as dist
 from megalite.errors import CommError, ConfigError, MegaliteError
 from megalite.grid import Axis, Grid
 
-__all__ = ["Launch", "choose_device", "guard", "init_distributed", "library_comm_error"]
+__all__ = ["FAILURES", "Launch", "choose_device", "end_process", "guard", "init_distributed", "library_comm_error"]
 
-_FAILURES = "megalite/failures"
+FAILURES = "megalite/failures"
+"""Name of the number of failures in the store; the rank that makes it 1 is the first."""
+
 _BROKEN_LINE = re.compile("timed out|timeout|connection (closed|reset|refused)|broken pipe|nccl|socket", re.IGNORECASE)
 _LOOK_FOR_LAUNCHER = 0.5  # seconds
 _WAIT_FOR_LAUNCHER = 5.0  # seconds that a rank which failed second leaves the launcher to notice the first one
@@ -121,12 +124,17 @@ def guard(launch: Launch) -> Iterator[None]:
             _say("interrupted; what was not saved is lost\n")
         os._exit(130)  # what a shell reports for SIGINT
     except BaseException as error:  # DCP's exceptions do not derive from Exception
-        _report(launch, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2 if isinstance(error, ConfigError) else 1)
+        end_process(launch, error, is_first=_is_first_failure(launch.store))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_process(launch: Launch, error: BaseException, *, is_first: bool) -> NoReturn:
+    """Say `error`, or that another rank has failed first, and end this process at once; from any thread."""
+    _report(launch, error, is_first)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def _leave_with_launcher(launch: Launch) -> None:
@@ -136,8 +144,8 @@ def _leave_with_launcher(launch: Launch) -> None:
     os._exit(1)
 
 
-def _report(launch: Launch, error: BaseException) -> None:
-    if not _is_first_failure(launch.store):
+def _report(launch: Launch, error: BaseException, is_first: bool) -> None:
+    if not is_first:
         _say(f"rank {launch.rank}: stopped, because another rank failed first\n")
         time.sleep(_WAIT_FOR_LAUNCHER)
         return
@@ -156,6 +164,6 @@ def _say(text: str) -> None:
 
 def _is_first_failure(store: dist.Store) -> bool:
     try:
-        return store.add(_FAILURES, 1) == 1
+        return store.add(FAILURES, 1) == 1
     except RuntimeError:  # the store is gone with the launcher: say the error rather than hide it
         return True

@@ -57,6 +57,8 @@ def _train(run: Run) -> list[float]:
             _check_replicas(run)
         if is_end or is_stop or state.step % config.train.log_interval == 0:
             losses += run.metrics.report()
+            if run.stragglers is not None:
+                run.metrics.report_own_seconds(state.step, run.stragglers.report(state.step))
             if run.trace is not None:
                 run.trace.flush()
         losses += _evaluate_if_due(run, is_end)
@@ -114,8 +116,12 @@ def train_step(run: Run) -> StepRecord:
         skip, found = torch.ones_like(skip), run.guard.undone(found)
     run.guard.file(found, step=state.step + 1, first_sample=state.consumed_samples, num_samples=num_samples, lr=lr)
     clip_grads_(run.parameters, norm, config.optim.clip_grad, scale if run.guard.loss_scale.is_used else None)
+    if run.ranks is not None:
+        run.ranks.observe(skip)
     run.optimizer.step(lr, skip)
     run.optimizer.zero_grad()
+    if run.ranks is not None and (said := run.ranks.drop(state.updates + 1)) is not None:
+        get_logger().info(said)
     state.step += 1
     state.consumed_samples += num_samples
     return StepRecord(
@@ -140,7 +146,7 @@ def evaluate(run: Run, loader: GlobalBatchLoader) -> float:
     for batch in range(run.config.train.eval_iters):
         run.grid.progress.doing = f"evaluation at step {run.state.step}, batch {batch + 1}"
         microbatches = _to_device(run, loader.batch(batch * run.global_batch_size))
-        tokens = torch.stack([microbatch.loss_mask.sum() for microbatch in microbatches]).sum()
+        tokens = torch.stack([microbatch.num_losses for microbatch in microbatches]).sum()
         loss_sum = run.runtime.evaluate(run.eval_program, microbatches)
         total += torch.stack([loss_sum.double(), tokens.double() if run.has_head else torch.zeros_like(total[0])])
         if run.stop.poll():
@@ -185,7 +191,7 @@ def _to_device(run: Run, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]
 
 def _count_tokens(run: Run, microbatches: Sequence[MicroBatch]) -> Tensor:
     """Loss-bearing tokens of the global batch, an fp32 scalar (exact up to 2^24 per step and rank line)."""
-    local = torch.stack([microbatch.loss_mask.sum() for microbatch in microbatches]).sum()
+    local = torch.stack([microbatch.num_losses for microbatch in microbatches]).sum()
     return comm.all_reduce(local, run.grid.dp)
 
 

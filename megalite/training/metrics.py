@@ -138,6 +138,11 @@ class Metrics:
         self._records = []
         return losses
 
+    def report_own_seconds(self, step: int, seconds: list[float]) -> None:
+        """Write how long each rank has worked, without waiting, since the line before of this kind (`stragglers`)."""
+        if seconds:
+            self._record({"step": step, "own_seconds": [round(own, 4) for own in seconds]})
+
     def report_evaluation(self, step: int, loss: float, split: Literal["valid", "test"] = "valid") -> None:
         """Log a validation or test loss (per token, over all ranks)."""
         if self._is_writer:

@@ -14,6 +14,7 @@ from megalite.training.launch import Launch, library_comm_error
 from megalite.training.loop import train
 from megalite.training.outputs import check_save_folder
 from megalite.training.setup import Run, build_run
+from megalite.training.watchdog import watch
 
 __all__ = ["run_training"]
 
@@ -30,7 +31,7 @@ def run_training(config: RunConfig, launch: Launch) -> int:
             load_run(run, run.checkpoint)
         _prepare_save_folder(run)
         begin, began_at = time.perf_counter(), run.state.step
-        with run.stop.signals():
+        with run.stop.signals(), watch(run, launch):
             train(run)
     except Exception as error:
         error.add_note(f"(during {run.grid.progress.doing})")
@@ -39,6 +40,8 @@ def run_training(config: RunConfig, launch: Launch) -> int:
             raise failed from error
         raise
     finally:
+        if run.stragglers is not None:
+            run.stragglers.close()
         run.metrics.close()  # also on failure: TensorBoard holds values back, and a progress bar hides the cursor
     run.train_loader.close()  # only now: after a failure it might wait for a thread that is stuck
     if run.trace is not None:

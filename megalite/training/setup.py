@@ -25,6 +25,7 @@ from megalite.grid import Grid, GridShape, twin_axis
 from megalite.log import configure_logging, get_logger
 from megalite.model import GPTStage
 from megalite.optim import LossScale, NoiseScale, Optimizer, OptimParameter, collect_parameters, global_names
+from megalite.optim.rank_allocation import RankAllocator
 from megalite.pipeline.from_config import evaluation_schedule, training_schedule
 from megalite.pipeline.lowering import Program, lower
 from megalite.pipeline.p2p import Edge
@@ -42,6 +43,7 @@ from megalite.training.rewind import Rewind
 from megalite.training.stages import build_stages, compute_dtype
 from megalite.training.state import TrainState
 from megalite.training.stop import Stop
+from megalite.training.stragglers import Stragglers
 from megalite.training.verdict import Guard
 from megalite.validate import validate
 
@@ -74,7 +76,9 @@ class Run:
     noise_scale: NoiseScale | None
     memory: MemoryReport | None
     saver: BackgroundSaver | None
+    stragglers: Stragglers | None
     stop: Stop
+    ranks: RankAllocator | None
     state: TrainState
     checkpoint: Path | None = None
     skipped_in_a_row: int = 0
@@ -165,11 +169,18 @@ def build_run_on(
         noise_scale=NoiseScale(grid.device) if config.numerics.log_gradient_noise_scale else None,
         memory=MemoryReport.predict(config, full_program, grid) if config.memory.memory_report else None,
         saver=BackgroundSaver(twin_axis(grid.world), config.output.hash_tensors) if config.output.async_save else None,
+        stragglers=None,
         stop=Stop(config.output, grid.world),
+        ranks=None
+        if config.lora.lora_average_rank is None
+        else RankAllocator(parameters, config.lora, grid, config.lora.allocation_end(config.train.train_iters)),
         state=TrainState(),
         checkpoint=checkpoint,
     )
     run.runtime.clock = None if run.trace is None else run.trace.clock
+    if config.output.straggler_factor is not None:
+        run.stragglers = Stragglers(grid, config.output.straggler_factor, run.runtime.clock)
+        run.runtime.clock = run.stragglers.clock
     describe(run)
     return run
 
@@ -227,7 +238,7 @@ def _build_metrics(config: RunConfig, grid: Grid) -> Metrics:
         grid,
         train_iters=config.train.train_iters,
         seq_length=sequence,
-        flops_per_token=config.model.flops_per_token(sequence),
+        flops_per_token=config.model.flops_per_token(sequence, trains_adapters=config.lora.lora_r is not None),
         metrics_file=Path(file) if file else None,
         tensorboard_dir=output.tensorboard_dir,
     )

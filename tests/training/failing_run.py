@@ -1,11 +1,12 @@
-"""A run in which one rank raises in the middle of a step (started by test_programs through torchrun).
+"""A run in which one rank raises, or hangs, in the middle of a step (started by test_programs through torchrun, and by test_watchdog).
 
-failing_run.py RANK KIND ARGUMENTS...      KIND: python (a bug) or user (a MegaliteError)
+failing_run.py RANK KIND ARGUMENTS...      KIND: python (a bug), user (a MegaliteError) or hang
 """
 
 from __future__ import annotations
 
 import sys
+import time
 
 
 def main() -> None:
@@ -23,6 +24,8 @@ def main() -> None:
     def failing_step(self, *args):
         calls.append(1)
         if launch.rank == rank and len(calls) == 2:
+            if kind == "hang":
+                time.sleep(1000)
             raise {"python": ZeroDivisionError, "user": DataError}[kind]("injected failure")
         return plain_step(self, *args)
 

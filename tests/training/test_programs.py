@@ -80,6 +80,7 @@ def test_the_saved_configuration_starts_the_run_again(parallel_run, tmp_path: Pa
 
 @pytest.mark.parametrize(("kind", "rank"), [("python", 3), ("user", 0)])
 def test_one_ranks_error_ends_all_ranks_at_once_and_is_shown_once(kind: str, rank: int) -> None:
+    """Requirement 88: one rank's exception ends all ranks, with the first error."""
     begin = time.monotonic()
     layout = ["--tp", "2", "--pp", "2", "--train-iters", "1000"]
     result = torchrun(4, "tests/training/failing_run.py", str(rank), kind, *SMALL, *layout)
