@@ -44,6 +44,10 @@ class OutputConfig:
     """End the run, and name the rank that the others wait for, when there is no progress for this long; not set: wait for the time-out."""
     straggler_factor: float | None = None
     """Name ranks whose own time, without waiting, exceeds that of the ranks with the same stage by this factor; not set: do not measure."""
+    probe_dir: str | None = None
+    """Folder for what the probed steps compute, which tools/compare_runs.py compares between layouts."""
+    probe_steps: tuple[int, ...] = (1,)
+    """Steps to probe with --probe-dir."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     metrics_file: str | None = None

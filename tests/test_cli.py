@@ -37,14 +37,14 @@ muon-momentum muon-num-ns-steps muon-scale-mode muon-use-nesterov norm-epsilon n
 num-distributed-optimizer-instances num-layers num-query-groups num-virtual-stages-per-pipeline-rank num-workers
 on-damaged-checkpoint on-nonfinite on-save-failure optimizer optimizer-cpu-offload persistent-save-interval
 pipeline-layer-split pipeline-model-parallel-layout pipeline-model-parallel-size pipeline-schedule
-pipeline-schedule-costs position-embedding-type pp precision preset qk-layernorm quantize-base rampup-batch-size
-recompute-activations recompute-granularity recompute-modules recompute-num-layers reset-attention-mask
-reset-position-ids rewind-steps rope-scaling rope-scaling-attention-factor rope-scaling-beta-fast rope-scaling-beta-slow
-rope-scaling-factor rope-scaling-high-freq-factor rope-scaling-low-freq-factor rope-scaling-mscale
-rope-scaling-mscale-all-dim rope-scaling-original-length rope-scaling-truncate rotary-base rotary-percent save
-save-interval schedule seed sentencepiece-model separate-last-epoch seq-length sequence-parallel sft-data-path
-sft-too-long sft-valid-path sgd-momentum shuffle skip-spikes sliding-window sp spike-factor spike-window split
-squared-relu straggler-factor swiglu tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model
+pipeline-schedule-costs position-embedding-type pp precision preset probe-dir probe-steps qk-layernorm quantize-base
+rampup-batch-size recompute-activations recompute-granularity recompute-modules recompute-num-layers
+reset-attention-mask reset-position-ids rewind-steps rope-scaling rope-scaling-attention-factor rope-scaling-beta-fast
+rope-scaling-beta-slow rope-scaling-factor rope-scaling-high-freq-factor rope-scaling-low-freq-factor
+rope-scaling-mscale rope-scaling-mscale-all-dim rope-scaling-original-length rope-scaling-truncate rotary-base
+rotary-percent save save-interval schedule seed sentencepiece-model separate-last-epoch seq-length sequence-parallel
+sft-data-path sft-too-long sft-valid-path sgd-momentum shuffle skip-spikes sliding-window sp spike-factor spike-window
+split squared-relu straggler-factor swiglu tensor-model-parallel-size tensorboard-dir test-data-path tie tokenizer-model
 tokenizer-type tp trace-pipeline train-data-path train-iters untie-embeddings-and-output-weights
 use-distributed-optimizer use-dora use-rotary-position-embeddings use-rslora valid-data-path vocab-size vpp
 watchdog-seconds weight-decay weight-decay-multipliers z-loss zero

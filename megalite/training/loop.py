@@ -105,7 +105,11 @@ def train_step(run: Run) -> StepRecord:
     microbatches = _to_device(run, run.train_loader.next_step())
     num_tokens = _count_tokens(run, microbatches)
     scale = run.guard.loss_scale.scale
-    loss_sum = accumulate_gradients(run, microbatches, num_tokens.clamp(min=1) / scale, num_samples, scale)
+    probes = run.probes if run.probes is not None and run.probes.is_due(state.step + 1) else None
+    with nullcontext() if probes is None else probes.passes():
+        loss_sum = accumulate_gradients(run, microbatches, num_tokens.clamp(min=1) / scale, num_samples, scale)
+    if probes is not None:
+        probes.gradients(run.parameters, scale)
     went_back = settle(run)
     squares = grad_squares(run.parameters, run.parameter_names, run.grid)
     norm = norm_of(squares) / scale
@@ -122,6 +126,8 @@ def train_step(run: Run) -> StepRecord:
     run.optimizer.zero_grad()
     if run.ranks is not None and (said := run.ranks.drop(state.updates + 1)) is not None:
         get_logger().info(said)
+    if probes is not None:
+        probes.finish(state.step + 1, run.parameters)
     state.step += 1
     state.consumed_samples += num_samples
     return StepRecord(

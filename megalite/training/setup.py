@@ -39,6 +39,7 @@ from megalite.training.memory_report import MemoryReport
 from megalite.training.metrics import Metrics
 from megalite.training.outputs import check_outputs
 from megalite.training.pipeline_trace import PipelineTrace
+from megalite.training.probes import Probes
 from megalite.training.rewind import Rewind
 from megalite.training.stages import build_stages, compute_dtype
 from megalite.training.state import TrainState
@@ -78,6 +79,7 @@ class Run:
     saver: BackgroundSaver | None
     stragglers: Stragglers | None
     stop: Stop
+    probes: Probes | None
     ranks: RankAllocator | None
     state: TrainState
     checkpoint: Path | None = None
@@ -171,6 +173,7 @@ def build_run_on(
         saver=BackgroundSaver(twin_axis(grid.world), config.output.hash_tensors) if config.output.async_save else None,
         stragglers=None,
         stop=Stop(config.output, grid.world),
+        probes=None if config.output.probe_dir is None else Probes(Path(config.output.probe_dir), config.output.probe_steps, stages, grid),
         ranks=None
         if config.lora.lora_average_rank is None
         else RankAllocator(parameters, config.lora, grid, config.lora.allocation_end(config.train.train_iters)),
