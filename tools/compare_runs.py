@@ -7,9 +7,9 @@
 Both runs need the same model, data, seed and global batch size; --probe-steps chooses the steps (default: the first one). Tensors are put
 together from the ranks' parts and compared in the order in which a step computes them: outputs forward, from the embedding to the loss;
 gradients of the outputs, backward; gradients of parameters; updated parameters. A difference is the largest absolute one, relative to the
-largest value of the tensor. In fp32, layouts agree within 1e-5 up to the gradients of the first step; Adam's first updates have the size of
-the learning rate wherever a gradient's sign is noise, so later tensors agree less closely. Prints the first tensors above the tolerance and,
-last, a line of JSON.
+largest value of the tensor. In fp32, layouts agree within 1e-5 up to the gradients of the first step; Adam's first updates have the size
+of the learning rate wherever a gradient's sign is noise, so later tensors agree less closely. Prints the first tensors above the
+tolerance and, last, a line of JSON.
 
 Exit code: 0 where all agree within --tolerance, 1 where not, 2 for folders that cannot be compared.
 """

@@ -6,24 +6,21 @@ tensor and its adapter.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
+from megalite.checkpoint.changes import model_conflicts
 from megalite.checkpoint.files import check_contents
 from megalite.checkpoint.reading import TensorReader
-from megalite.config import ModelConfig, RunConfig
+from megalite.config import RunConfig
 from megalite.convert.adapters import adapter_shapes, merged_tensor
 from megalite.convert.base import Base, open_base, stored_config
 from megalite.errors import CheckpointError
 from megalite.grid import Axis
 
 __all__ = ["MergedReader", "check_adapters", "open_merged"]
-
-# settings that a run may change without becoming another model than its base; the last only pads the vocabulary
-_FREE = {"hidden_dropout", "attention_dropout", "rotary_base", "max_position_embeddings", "init_method_std", "make_vocab_size_divisible_by"}
-_DERIVED = {"num_query_groups": "num_kv_heads", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
 
 
 class MergedReader:
@@ -51,7 +48,7 @@ def open_merged(checkpoint: Path, base: Path | None = None, world: Axis | None =
     if base is None and settings.lora.lora_base is None:
         raise CheckpointError(f"{checkpoint} holds adapters and does not know their base; convert it with --base DIR")
     opened = open_base(base or Path(settings.lora.lora_base or ""), world)
-    conflicts = _conflicts(opened.model, settings.model)
+    conflicts = model_conflicts(replace(settings, model=opened.model).to_dict(), settings.model, ignore=("make_vocab_size_divisible_by",))
     if conflicts:
         raise CheckpointError(f"{opened.folder} is not the model that {checkpoint} was trained beside: {'; '.join(conflicts)}")
     model = replace(settings.model, make_vocab_size_divisible_by=opened.model.make_vocab_size_divisible_by)
@@ -68,12 +65,3 @@ def check_adapters(reader: TensorReader, settings: RunConfig) -> None:
     if wrong:
         listed = ", ".join(f"{name} ({stored.get(name, 'missing')}, by its settings {shapes.get(name, 'none')})" for name in wrong[:5])
         raise CheckpointError(f"{reader.checkpoint} holds other adapters than its settings say, {len(wrong)} in all: {listed}")
-
-
-def _conflicts(base: ModelConfig, model: ModelConfig) -> list[str]:
-    pairs = [
-        (entry.name, *(getattr(one, _DERIVED.get(entry.name, entry.name)) for one in (base, model)))
-        for entry in fields(ModelConfig)
-        if entry.name not in _FREE
-    ]
-    return [f"{name} is {theirs} there and {ours} with the adapters" for name, theirs, ours in pairs if theirs != ours]

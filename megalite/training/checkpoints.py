@@ -11,11 +11,11 @@ import torch
 
 from megalite import __version__, comm
 from megalite.checkpoint import Manifest, find_checkpoint, load_tensors, prune, read_manifest, save_checkpoint
+from megalite.checkpoint.changes import changed_settings, model_conflicts
 from megalite.checkpoint.store import describe
 from megalite.errors import CheckpointError
 from megalite.grid import AXES
 from megalite.log import get_logger
-from megalite.training.changes import changed_settings, model_conflicts
 from megalite.training.setup import Run
 from megalite.training.tensors import run_tensors
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalite import comm
 from megalite.checkpoint import find_checkpoint, has_checkpoints, load_tensors, read_manifest
+from megalite.checkpoint.changes import model_conflicts
 from megalite.checkpoint.reading import TensorReader
 from megalite.errors import CheckpointError, ConfigError
 from megalite.log import get_logger
@@ -24,7 +25,6 @@ from megalite.model.adapters import begin_magnitudes, quantized_layers
 from megalite.optim import collect_parameters, local_twins, without_local_copies
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.quantized import Int8Weight, quantize_rows, row_scales
-from megalite.training.changes import model_conflicts
 
 if TYPE_CHECKING:
     from megalite.training.setup import Run

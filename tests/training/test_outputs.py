@@ -13,12 +13,12 @@ import pytest
 
 from megalite.batch_sizes import BatchSizes
 from megalite.checkpoint import Manifest, step_directory
+from megalite.checkpoint.changes import changed_settings, model_conflicts
 from megalite.config import ModelConfig, OutputConfig, RunConfig
 from megalite.config_io import assign
 from megalite.errors import CheckpointError, ConfigError
 from megalite.grid import Grid, GridShape
 from megalite.testing.parity import tiny_config
-from megalite.training.changes import changed_settings, model_conflicts
 from megalite.training.checkpoints import load_run
 from megalite.training.datasets import training_samples
 from megalite.training.loop import train

@@ -9,7 +9,7 @@ Decisions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -33,10 +33,11 @@ def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
 
 
-def model_conflicts(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def model_conflicts(stored: Mapping[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> list[str]:
     """One line per setting that makes `model` compute something else than the stored run's model.
 
-    stored: what `RunConfig.to_dict` gave when the checkpoint was written; settings that one side does not know are not compared.
+    stored: what `RunConfig.to_dict` gave when the checkpoint was written; settings that one side does not know are not compared, nor
+    those in `ignore`.
     """
     table = _table(stored, "model")
     known = [entry.name for entry in fields(ModelConfig) if entry.name in table]
@@ -45,7 +46,7 @@ def model_conflicts(stored: Mapping[str, Any], model: ModelConfig) -> list[str]:
         f"{name} {_plain(before)} in the checkpoint, {_plain(after)} in the run"
         for name in known
         for before, after in [(_meaning(old, name), _meaning(model, name))]
-        if name not in _FREE and _plain(before) != _plain(after)
+        if name not in _FREE and name not in ignore and _plain(before) != _plain(after)
     ]
 
 
