@@ -143,6 +143,11 @@ def output_violations(config: RunConfig) -> list[str]:
         found.append(f"watchdog_seconds is {output.watchdog_seconds:g}: use a number above 0, such as 300, or leave it out for no watchdog")
     if output.straggler_factor is not None and not 1 < output.straggler_factor < math.inf:
         found.append(f"straggler_factor is {output.straggler_factor:g}: use a number above 1, such as 1.5, or leave it out")
+    late = [step for step in output.probe_steps if not 1 <= step <= train.train_iters]
+    if output.probe_dir is not None and (late or not output.probe_steps):
+        found.append(f"probe_steps {late or '()'}: choose among the steps 1 to {train.train_iters} that the run makes")
+    if output.probe_dir is None and output.probe_steps != (1,):
+        found.append("probe_steps is set, but there is no folder to write to: set --probe-dir DIR")
     if train.eval_interval is not None and config.data.has_own_splits and not config.data.valid_data_path:
         found.append(f"eval_interval {train.eval_interval} is set, but there is no validation data: set --valid-data-path")
     if train.eval_interval is not None and config.data.data_path and _no_validation(config.data.split):

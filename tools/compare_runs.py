@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite.errors import DataError, MegaliteError
 
@@ -56,16 +57,16 @@ class Probed:
         self.files = sorted(folder.glob("rank-*.safetensors"))
         if not self.files:
             raise DataError(f"{folder} holds no probes; a run writes them with --probe-dir")
-        self._places: dict[str, dict[str, dict[str, Path]]] = {}
+        self._places: dict[str, dict[str, dict[str, Any]]] = {}
         for path in self.files:
             try:
-                with safe_open(path, framework="pt") as file:
-                    keys = list(file.keys())
+                file = safe_open(path, framework="pt")  # stays open: its table of contents may be longer than a tensor
+                keys = list(file.keys())
             except (SafetensorError, OSError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
             for key in keys:
                 kind, name, sample, part = key.split("/")
-                self._places.setdefault(f"{kind}/{name}", {}).setdefault(sample, {})[part] = path
+                self._places.setdefault(f"{kind}/{name}", {}).setdefault(sample, {})[part] = file
 
     @property
     def names(self) -> set[str]:
@@ -77,17 +78,14 @@ class Probed:
     def tensor(self, name: str, sample: str) -> Tensor:
         """Put together along the sequence. Raises DataError where a part is missing."""
         import torch
-        from safetensors import safe_open
 
         parts = self._places[name][sample]
         count = int(next(iter(parts)).partition("of")[2])
         missing = [f"{part}of{count}" for part in range(count) if f"{part}of{count}" not in parts]
         if missing:
             raise DataError(f"{self.files[0].parent}: {name} of sample {sample} lacks part {missing[0]}; is the file of a rank missing?")
-        values = []
-        for part in range(count):
-            with safe_open(parts[f"{part}of{count}"], framework="pt") as file:
-                values.append(file.get_tensor(f"{name}/{sample}/{part}of{count}"))
+        keys = [f"{part}of{count}" for part in range(count)]
+        values = [parts[key].get_tensor(f"{name}/{sample}/{key}") for key in keys]
         return values[0] if count == 1 else torch.cat(values)
 
 
@@ -125,17 +123,25 @@ def _compare(a: Probed, b: Probed, full: str) -> Compared:
 
 
 def _difference(kind: str, name: str, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Compared:
+    """A NaN or an infinity of one side only is an infinite difference."""
+    from megalite.checkpoint.compare import compare_tensors
+
     worst, largest, where = 0.0, 0.0, ""
     for sample, x, y in pairs:
         if x.shape != y.shape:
             return Compared(kind, name, float("inf"), float("inf"), sample, f"shapes {list(x.shape)} and {list(y.shape)}")
-        if x.numel() == 0:
-            continue
-        difference = (x.double() - y.double()).abs().max().item()
-        largest = max(largest, x.double().abs().max().item(), y.double().abs().max().item())
-        if not difference <= worst:  # also where it is no number
-            worst, where = difference, sample
-    return Compared(kind, name, worst, worst / largest if worst else 0.0, where)
+        found = compare_tensors(x, y)
+        largest = max(largest, _magnitude(x), _magnitude(y))
+        if found.max_abs > worst:
+            worst, where = found.max_abs, sample
+    relative = worst / largest if largest > 0 else math.inf
+    return Compared(kind, name, worst, relative if worst > 0 else 0.0, where)
+
+
+def _magnitude(values: Tensor) -> float:
+    """The largest finite one."""
+    finite = values.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return float(finite.max()) if values.numel() else 0.0
 
 
 def _span(samples: Sequence[str]) -> str:
@@ -154,9 +160,9 @@ def common_steps(a: Path, b: Path) -> list[int]:
     return sorted(found[0] & found[1])
 
 
-def report(compared: Sequence[Compared], tolerance: float, most: int) -> list[Compared]:
-    """Print the tensors above the tolerance, and return them."""
-    different = [one for one in compared if not one.relative <= tolerance]
+def report(compared: Sequence[Compared], tolerance: float, atol: float, most: int) -> list[Compared]:
+    """Print the tensors above both tolerances, and return them."""
+    different = [one for one in compared if one.note or (one.relative > tolerance and one.absolute > atol)]
     for one in different[:most]:
         figures = one.note or f"differs by {one.absolute:.3g}, {one.relative:.3g} of its largest value, at sample {one.where}"
         print(f"{one.kind:10}{one.name:44}{figures}")
@@ -173,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tolerance", type=float, default=1e-3, metavar="X", help="relative difference that is noise (default: %(default)s)"
     )
+    parser.add_argument(
+        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that is noise, for tensors that are 0 but for rounding"
+    )
     parser.add_argument("--all", action="store_true", help="show all tensors that differ, not the first ten")
     options = parser.parse_args(arguments)
     figures: dict[str, object] = {"equal": 0, "within_tolerance": 0, "different": 0, "first": None}
@@ -180,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in common_steps(options.a, options.b):
             compared = compare(*(Probed(folder / f"step-{step:07d}") for folder in (options.a, options.b)))
             print(f"step {step}: {len(compared)} tensors")
-            different = report(compared, options.tolerance, sys.maxsize if options.all else 10)
+            different = report(compared, options.tolerance, options.atol, sys.maxsize if options.all else 10)
             equal = sum(one.absolute == 0 for one in compared)
             for key, value in (("equal", equal), ("different", len(different))):
                 figures[key] = int(str(figures[key])) + value

@@ -103,7 +103,7 @@ def compare_tensors(a: Tensor, b: Tensor) -> Contents:
         both_nan = left.isnan() & right.isnan()
         is_same = (left == right) | both_nan if is_same is None else is_same
         num_elements += int(left.numel() - is_same.sum())
-        apart = (left - right).abs().masked_fill(is_same | both_nan, 0.0).nan_to_num(nan=torch.inf)
+        apart = (left - right).abs().masked_fill(is_same | both_nan, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
         max_abs = max(max_abs, float(apart.max()))
         magnitude = max(magnitude, _largest(left), _largest(right))
     relative = max_abs / magnitude if magnitude > 0 else (torch.inf if max_abs > 0 else 0.0)

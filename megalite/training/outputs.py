@@ -27,7 +27,7 @@ def check_outputs(output: OutputConfig) -> None:
 
 
 def _trials(output: OutputConfig) -> list[tuple[str, Callable[[], None]]]:
-    folders = [(name, path) for name in ("save", "tensorboard_dir") if (path := getattr(output, name)) is not None]
+    folders = [(name, path) for name in ("save", "tensorboard_dir", "probe_dir") if (path := getattr(output, name)) is not None]
     files = [(name, path) for name in ("metrics_file", "trace_pipeline") if (path := getattr(output, name)) is not None]
     trials: list[tuple[str, Callable[[], None]]] = [(name, lambda path=path: _try_folder(Path(path))) for name, path in folders]
     return trials + [(name, lambda path=path: _try_file(Path(path))) for name, path in files]

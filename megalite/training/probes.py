@@ -22,12 +22,12 @@ Legend: S sequence, B micro-batch, H hidden.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -46,14 +46,22 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 class Probes:
-    """Records the steps `steps` of a run into `folder`. Raises ConfigError where the folder holds such a step already."""
+    """Records the steps `steps` of a run into `folder`.
 
-    def __init__(self, folder: Path, steps: Sequence[int], stages: Mapping[int, GPTStage], grid: Grid) -> None:
+    replaces: the run restarts itself, and steps that it makes again are written anew. Otherwise raises ConfigError where the folder holds
+    such a step already.
+    """
+
+    def __init__(self, folder: Path, steps: Sequence[int], stages: Mapping[int, GPTStage], grid: Grid, *, replaces: bool = False) -> None:
         self._folder, self._steps, self._stages, self._grid = folder, frozenset(steps), stages, grid
         self._tensors: dict[str, Tensor] = {}
-        existing = [str(step_folder(folder, step)) for step in sorted(self._steps) if (step_folder(folder, step)).exists()]
-        if existing and grid.world.is_first:
+        existing = [path for step in sorted(self._steps) if (path := step_folder(folder, step)).exists()]
+        if not existing or not grid.world.is_first:
+            return
+        if not replaces:
             raise ConfigError(f"probe_dir holds probes of an earlier run ({existing[0]}): give another folder, or delete it")
+        for path in existing:  # no rank writes before its first step, which waits for this one
+            shutil.rmtree(path)
 
     def is_due(self, step: int) -> bool:
         return step in self._steps
@@ -71,13 +79,20 @@ class Probes:
     def gradients(self, parameters: Sequence[OptimParameter], scale: float | Tensor) -> None:
         """Record final gradients, which are `scale` times too large. Collective over tp and dp_shard."""
         self._whole("gradient", parameters, lambda parameter: parameter.parameter.grad, scale)
+        divisor = float(scale)
+        if divisor != 1:
+            backward = {key: value for key, value in self._tensors.items() if key.startswith("backward/")}
+            self._tensors |= {key: value.float() / divisor for key, value in backward.items()}
 
     def finish(self, step: int, parameters: Sequence[OptimParameter]) -> None:
         """Record the updated parameters, and write the step. Collective over tp and dp_shard."""
         self._whole("parameter", parameters, lambda parameter: parameter.parameter.detach(), 1.0)
         folder = step_folder(self._folder, step)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self._tensors, folder / f"rank-{self._grid.rank:04d}.safetensors")
+        path = folder / f"rank-{self._grid.rank:04d}.safetensors"
+        unfinished = path.with_suffix(".tmp")
+        save_file(self._tensors, unfinished)
+        unfinished.replace(path)
         self._tensors = {}
 
     def _watch(self, stage: GPTStage) -> Iterator[Any]:
@@ -104,7 +119,7 @@ class Probes:
     def _loss_recorder(self, first: _FirstSample) -> Callable[..., None]:
         def record(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> None:
             if self._grid.tp.is_first and out.dim() == 0:
-                self._tensors.setdefault(f"forward/loss/{first.sample}/0of1", out.detach().clone())
+                self._tensors.setdefault(f"forward/loss/{first.sample}/0of1", _on_host(out))
 
         return record
 
@@ -117,7 +132,7 @@ class Probes:
             return False
         if is_cut or tp.is_first:
             for row in range(values.shape[1]):
-                self._tensors[f"{kind}/{name}/{sample + row}/{part}"] = values.detach()[:, row].clone(memory_format=torch.contiguous_format)
+                self._tensors[f"{kind}/{name}/{sample + row}/{part}"] = _on_host(values[:, row])
         return True
 
     def _whole(
@@ -130,7 +145,7 @@ class Probes:
                 continue
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             if grid.tp.is_first and grid.dp_shard.is_first and grid.dp_replicate.is_first:
-                self._tensors[f"{kind}/{parameter.name}/all/0of1"] = (whole[: parameter.info.valid_rows] / scale).detach().clone()
+                self._tensors[f"{kind}/{parameter.name}/all/0of1"] = _on_host(whole[: parameter.info.valid_rows] / scale)
 
 
 class _FirstSample:
@@ -144,6 +159,11 @@ class _FirstSample:
     def of(self, args: tuple[Any, ...]) -> int:
         known = [argument.first_sample for argument in args if hasattr(argument, "first_sample")]
         return known[0] if known else self.sample
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy that holds no memory of the device: a step's outputs are far more than what a schedule keeps at a time."""
+    return values.detach().to("cpu", copy=True).contiguous()
 
 
 def _nothing(_value: object) -> None:

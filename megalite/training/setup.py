@@ -173,7 +173,7 @@ def build_run_on(
         saver=BackgroundSaver(twin_axis(grid.world), config.output.hash_tensors) if config.output.async_save else None,
         stragglers=None,
         stop=Stop(config.output, grid.world),
-        probes=None if config.output.probe_dir is None else Probes(Path(config.output.probe_dir), config.output.probe_steps, stages, grid),
+        probes=_probes(config, grid, stages, checkpoint),
         ranks=None
         if config.lora.lora_average_rank is None
         else RankAllocator(parameters, config.lora, grid, config.lora.allocation_end(config.train.train_iters)),
@@ -186,6 +186,16 @@ def build_run_on(
         run.runtime.clock = run.stragglers.clock
     describe(run)
     return run
+
+
+def _probes(config: RunConfig, grid: Grid, stages: Mapping[int, GPTStage], checkpoint: Path | None) -> Probes | None:
+    """Of the steps that are still to be made."""
+    output = config.output
+    if output.probe_dir is None:
+        return None
+    start = _position(None if output.load_weights_only else checkpoint).step
+    steps = [step for step in output.probe_steps if step > start]
+    return Probes(Path(output.probe_dir), steps, stages, grid, replaces=checkpoint is not None and output.load == output.save)
 
 
 def _edge(config: RunConfig, grid: Grid) -> Edge:

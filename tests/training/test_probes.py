@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megalite.config import RunConfig
+from megalite.errors import ConfigError
 from megalite.testing.layouts import Layout
 from megalite.testing.parity import build_in_this_world, tiny_config
 from megalite.training.loop import train
+from megalite.training.probes import Probes
+from megalite.validate import violations
 from tests.ranks import run_ranks
 from tools import compare_runs
 
 LAYOUTS = [
     Layout(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True),
     Layout(dp=2, zero=3),
-    Layout(tp=2, pp=2, dp=2, zero=1, schedule="interleaved-1f1b"),
+    Layout(pp=2, dp=2, zero=1, schedule="interleaved-1f1b"),
 ]
 
 
@@ -108,4 +113,34 @@ def test_tensors_come_in_the_order_of_the_computation() -> None:
     assert compare_runs.in_order({f"forward/{name}" for name in names}) == [f"forward/{name}" for name in names]
     backward = [f"backward/{name}" for name in reversed(names[:-1])]
     assert compare_runs.in_order({*backward, "gradient/x"}) == [*backward, "gradient/x"]
-    assert compare_runs._difference("forward", "x", [("0", torch.tensor([1.0, float("nan")]), torch.ones(2))]).relative != 0
+
+
+def test_what_is_not_finite_on_one_side_differs_whatever_the_other_samples_are() -> None:
+    one, nan, infinite = (torch.tensor([1.0, value]) for value in (1.0, math.nan, math.inf))
+    for bad in (nan, infinite):
+        found = compare_runs._difference("forward", "x", [("0", bad, one), ("1", one, one)])
+        assert (found.relative, found.where) == (math.inf, "0")
+        assert compare_runs._difference("forward", "x", [("0", bad, bad), ("1", one, one)]).relative == 0
+
+
+def test_tensors_that_are_zero_but_for_rounding_agree_within_an_absolute_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
+    noise = compare_runs._difference("gradient", "x", [("all", torch.tensor([1e-9]), torch.tensor([-1e-9]))])
+    assert compare_runs.report([noise], 1e-4, 0.0, 10) == [noise]
+    assert compare_runs.report([noise], 1e-4, 1e-8, 10) == []
+    missing = compare_runs.Compared("gradient", "x", math.inf, math.inf, "", "not in the second run")
+    assert compare_runs.report([missing], math.inf, math.inf, 10) == [missing]
+
+
+def test_a_run_that_restarts_itself_writes_its_steps_anew(tmp_path: Path) -> None:
+    config = config_with(tmp_path)
+    (tmp_path / "step-0000002").mkdir()
+    (tmp_path / "step-0000002" / "rank-0007.safetensors").touch()
+    grid = SimpleNamespace(world=SimpleNamespace(is_first=True))
+    with pytest.raises(ConfigError, match="holds probes of an earlier run"):
+        Probes(tmp_path, (2,), {}, grid)  # pyright: ignore[reportArgumentType]
+    Probes(tmp_path, (2,), {}, grid, replaces=True)  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "step-0000002").exists()
+    wrong = replace(config, output=replace(config.output, probe_steps=(2, 3)))
+    assert any("probe_steps [3]" in line for line in violations(wrong.resolve(), 1))
+    nowhere = replace(config, output=replace(config.output, probe_dir=None))
+    assert any("no folder to write to" in line for line in violations(nowhere.resolve(), 1))
