@@ -5,7 +5,7 @@ Decisions
   else looks at attributes here, which never wait.
 - A rank writes one small entry a second. Entries of others are read only while somebody is suspicious, in a big world less often.
 - The age of an entry is the time since a reader has last seen it change, by the reader's clock: clocks of machines are never compared.
-- The store of torchrun gives each restart names of its own, so what an earlier life wrote is not seen.
+- The store is this life's own (`rendezvous`), so what an earlier life wrote is not seen.
 """
 
 from __future__ import annotations

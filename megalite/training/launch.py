@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megalite.errors import CommError, ConfigError, MegaliteError
 from megalite.grid import Axis, Grid
+from megalite.training.rendezvous import fresh_store
 
 __all__ = ["FAILURES", "Launch", "choose_device", "end_process", "guard", "init_distributed", "library_comm_error"]
 
@@ -52,11 +53,13 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Meet the other ranks at torchrun's store; a process of its own makes a private one."""
+        """Meet the other ranks at torchrun's store; a process of its own makes a private one. Raises CommError where they do not come."""
         if "RANK" not in os.environ:
             return cls(0, 1, 0, dist.HashStore())
         store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[call-overload]
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        if launcher is not None:
+            store = fresh_store(store, rank, world_size)
         return cls(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store, launcher)
 
 

@@ -30,7 +30,12 @@ def tool(name: str, *arguments: object, stdin: bytes = b"") -> tuple[int, str, s
 def start(*arguments: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT, preexec_fn=let_interrupt)
+
+
+def let_interrupt() -> None:
+    """A shell that starts a job in the background may have switched SIGINT off, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def worker_processes(parent: int) -> list[int]:
