@@ -5,7 +5,8 @@
     python tools/bench_train.py --rounds 3 --steps 4
 
 One rank (2 threads): a plain PyTorch loop, transformers' Llama where the extra `bench` is installed. Two ranks (1 thread each): the plain
-model under DDP and under FSDP2 (a unit per block), and megalite over tp, pp and dp with ZeRO 0, 1 and 3. Every round runs each contender
+model under DDP, under FSDP2 (a unit per block) and under PyTorch's tensor-parallel plan (DTensor, with its loss over a cut vocabulary), and
+megalite over tp, pp and dp with ZeRO 0, 1 and 3; tools/bench_pipeline.py compares pipelines. Every round runs each contender
 once, in turn, so that drift of the machine hits all alike; printed are medians over rounds, and ratios as medians of the rounds' ratios.
 The last line is JSON. Nothing else should run meanwhile.
 """
@@ -25,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel, parallelize_module
 
 from megalite.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megalite.data.mock import MockDataset
 from megalite.testing.layouts import Layout
 from megalite.testing.parity import build_in_this_world
-from megalite.testing.plain_model import PlainModel
+from megalite.testing.plain_model import PlainBlock, PlainModel
 from megalite.testing.rank_pool import RankPool
 from megalite.training.loop import train_step
 
@@ -61,6 +64,7 @@ PEERS = {
     "transformers' Llama, one rank": ("transformers", 1),
     "DDP, 2 ranks": ("DDP", 2),
     "FSDP2, 2 ranks": ("FSDP2", 2),
+    "DTensor plan, tp 2": ("DTensor", 2),
 }
 QUICK = (PLAIN, "megalite, one rank")
 
@@ -70,8 +74,11 @@ def run_plain(config: RunConfig, kind: str, steps: int, threads: int) -> float:
     torch.set_num_threads(threads)
     world = dist.get_world_size() if dist.is_initialized() else 1
     model, params = build_peer(config, kind)
-    optimizer = torch.optim.AdamW(params, lr=config.optim.lr, fused=True)
-    size, micro = config.global_batch(world) // world, config.train.micro_batch_size
+    # optimizer and norm take DTensors and plain tensors apart
+    groups = [group for group in ([p for p in params if isinstance(p, DTensor) == cut] for cut in (False, True)) if group]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=config.optim.lr, fused=True)
+    dp = 1 if kind == "DTensor" else world
+    size, micro = config.global_batch(dp) // dp, config.train.micro_batch_size
     dataset = MockDataset(config.model.known_vocab_size, config.data.seq_length, (steps + 1) * size)
     seconds = []
     for step in range(steps + 1):
@@ -83,12 +90,21 @@ def run_plain(config: RunConfig, kind: str, steps: int, threads: int) -> float:
             with model.no_sync() if kind == "DDP" and not is_last else nullcontext():  # type: ignore[operator]
                 if kind == "FSDP2":
                     model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-                (model(tokens, labels) * micro / size).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_grad)
+                with loss_parallel() if kind == "DTensor" else nullcontext():
+                    (model(tokens, labels) * micro / size).backward()
+        clip(groups, config.optim.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])
+
+
+def clip(groups: list[list[nn.Parameter]], most: float) -> None:
+    """As `clip_grad_norm_` over all groups together."""
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, most, total)
 
 
 def build_peer(config: RunConfig, kind: str) -> tuple[nn.Module, list[nn.Parameter]]:
@@ -99,6 +115,8 @@ def build_peer(config: RunConfig, kind: str) -> tuple[nn.Module, list[nn.Paramet
     model = PlainModel(config.model, config.data.seq_length)
     if kind == "DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif kind == "DTensor":
+        cut_over_tp(model)
     elif kind == "FSDP2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in [*model.blocks, model]:
@@ -106,6 +124,22 @@ def build_peer(config: RunConfig, kind: str) -> tuple[nn.Module, list[nn.Paramet
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
             module.set_gradient_divide_factor(float(dist.get_world_size()))  # type: ignore[operator]
     return model, list(model.parameters())
+
+
+def cut_over_tp(model: PlainModel) -> None:
+    """The plan of PyTorch's tensor-parallel tutorial, without sequence parallelism: one reduction for each half of a block."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    for block in model.blocks:
+        assert isinstance(block, PlainBlock)
+        block.heads, block.groups = block.heads // mesh.size(), block.groups // mesh.size()
+        plan: dict[str, ParallelStyle] = {"q": columns, "k": columns, "v": columns, "gate": columns, "up": columns, "o": rows, "down": rows}
+        parallelize_module(block, mesh, plan)
+    ends: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
 
 
 class TransformersLlama(nn.Module):
@@ -189,8 +223,12 @@ def run_once(pool: RankPool, config: RunConfig, name: str, steps: int) -> float:
 
 def against_peers(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Median over rounds of our step time over that of the peer that does the same."""
-    pairs = {"zero 0 over DDP": ("megalite, dp 2, zero 0", "DDP, 2 ranks"), "zero 1 over DDP": ("megalite, dp 2, zero 1", "DDP, 2 ranks"),
-             "zero 3 over FSDP2": ("megalite, dp 2, zero 3", "FSDP2, 2 ranks")}  # fmt: skip
+    pairs = {
+        "tp 2 over DTensor": ("megalite, tp 2", "DTensor plan, tp 2"),
+        "zero 0 over DDP": ("megalite, dp 2, zero 0", "DDP, 2 ranks"),
+        "zero 1 over DDP": ("megalite, dp 2, zero 1", "DDP, 2 ranks"),
+        "zero 3 over FSDP2": ("megalite, dp 2, zero 3", "FSDP2, 2 ranks"),
+    }
     return {
         name: round(statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)), 3)
         for name, (ours, theirs) in pairs.items()
