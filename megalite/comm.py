@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -59,11 +59,12 @@ ReduceName = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Record:
-    """One recorded operation; `numel` counts the elements of the tensor that goes in."""
+    """One recorded operation; `numel` counts the elements of the tensor that goes in, `nbytes` its bytes."""
 
     op: str
     axis: str
     numel: int
+    nbytes: int = field(default=0, compare=False)
 
 
 class Pending:
@@ -110,7 +111,7 @@ def _short(ranks: Sequence[int]) -> str:
 
 def _record(axis: Axis, op: str, tensor: Tensor) -> None:
     if axis.progress.records is not None:
-        axis.progress.records.append(Record(op, axis.name, tensor.numel()))
+        axis.progress.records.append(Record(op, axis.name, tensor.numel(), tensor.numel() * tensor.itemsize))
 
 
 @contextmanager

@@ -213,6 +213,28 @@ class Grid:
             **axes,
         )
 
+    @classmethod
+    def rehearsal(cls, shape: GridShape, rank: int = 0) -> Grid:
+        """The grid that rank `rank` of `shape` would see, of ranks that do not exist (`Axis.rehearsal`): no groups, no mesh."""
+        progress = Progress()
+
+        def axis(name: str, line: Sequence[int]) -> Axis:
+            place = line.index(rank) if rank in line else -1
+            return Axis(name, len(line), place, tuple(line), progress=progress, is_rehearsal=len(line) > 1)
+
+        pp = shape.line_of(rank, "pp")
+        return cls(
+            shape=shape,
+            rank=rank,
+            device=torch.device("cpu"),
+            mesh=None,  # type: ignore[arg-type]
+            progress=progress,
+            dp=axis("dp", shape.line_of(rank, "dp_replicate", "dp_shard")),
+            embedding=axis("embedding", [pp[0], pp[-1]] if len(pp) > 1 else pp),
+            world=axis("world", list(range(shape.world_size))),
+            **{name: axis(name, shape.line_of(rank, name)) for name in AXES},
+        )
+
 
 def twin_axis(axis: Axis, timeout: timedelta | None = None) -> Axis:
     """The same ranks with a process group of their own, for work beside training's. Collective over the axis."""

@@ -19,6 +19,7 @@ from typing import Any
 from megalite.cli import parse_run_config
 from megalite.config import RunConfig
 from megalite.errors import ConfigError, MegaliteError
+from megalite.pipeline.lowering import Program
 from megalite.validate import validate
 
 GIB = 2**30
@@ -36,10 +37,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     return options, parse_run_config(flags, "plan_memory.py", __doc__ or "")
 
 
-def plan(config: RunConfig, world_size: int, target: str) -> dict[str, Any]:
-    """{"ranks": [{what: bytes} per pipeline rank], "bubble": idle share of the step}. Raises ConfigError."""
-    from megalite.pipeline.simulate import simulate
-    from megalite.training.plan import plan_memory
+def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Program]:
+    """The resolved settings and the program of a full training step; data need not exist. Raises ConfigError."""
     from megalite.training.setup import build_programs
 
     if not (config.data.data_path or config.data.train_data_path):
@@ -49,7 +48,15 @@ def plan(config: RunConfig, world_size: int, target: str) -> dict[str, Any]:
         raise ConfigError("the vocabulary size is not known: set --vocab-size, or a preset that has one")
     validate(config, world_size)
     programs, _ = build_programs(config, world_size)
-    program = programs[config.num_microbatches(world_size)]
+    return config, programs[config.num_microbatches(world_size)]
+
+
+def plan(config: RunConfig, world_size: int, target: str) -> dict[str, Any]:
+    """{"ranks": [{what: bytes} per pipeline rank], "bubble": idle share of the step}. Raises ConfigError."""
+    from megalite.pipeline.simulate import simulate
+    from megalite.training.plan import plan_memory
+
+    config, program = prepare(config, world_size)
     places = range(config.parallel.pipeline_model_parallel_size)
     ranks = [plan_memory(config, program, world_size, place, target) for place in places]
     rows = [{**rank.rows(), "peak of a step": rank.total} for rank in ranks]

@@ -22,7 +22,7 @@ from megalite.planner.states import ParameterShape, Sharding, StateMemory, state
 from megalite.planner.walk import activation_peak
 from megalite.tensor_parallel.deferral import WeightGradQueue
 
-__all__ = ["RankMemory", "plan_rank"]
+__all__ = ["BuildStage", "RankMemory", "parameter_shapes", "plan_rank"]
 
 BuildStage = Callable[[int, WeightGradQueue | None], GPTStage]
 

@@ -1,12 +1,12 @@
 """A part of the launcher's store that no earlier life of the run has written to.
 
-torchrun keeps one store for all restarts (`--max-restarts`), and starts the ranks of every life with the same address. What the ranks of a
-life that ended have written there, addresses of connections and counts of failures, would be read by those of the next one.
+torchrun keeps one store for all restarts (`--max-restarts`), and starts the ranks of every life with the same address. What the ranks of
+a life that ended have written there, addresses of connections and counts of failures, would be read by those of the next one.
 
 Decisions
 - Number of restarts is no name for a life: with several nodes each launcher counts the failures of its own ranks only.
-- So the ranks meet first: rank 0 makes up a name, every other rank a word. A rank leaves its word under its number, rank 0 answers under the
-  word, and the rank confirms there what it was told. Words and names are never used twice, so nothing old can be taken for an answer.
+- So the ranks meet first: rank 0 makes up a name, every other rank a word. A rank leaves its word under its number, rank 0 answers under
+  the word, and the rank confirms there what it was told. Words and names are never used twice, so nothing old can be taken for an answer.
 """
 
 from __future__ import annotations
