@@ -91,7 +91,7 @@ def test_merging_takes_another_base_only_if_it_is_the_same_model(imported: Path,
     ]
     first, second = (load_file(out / "model.safetensors") for out in outs)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(CheckpointError, match="add_qkv_bias is True there"):
+    with pytest.raises(CheckpointError, match="add_qkv_bias True in the checkpoint"):
         export_hf(tmp_path / "adapters", tmp_path / "other", base=GOLDEN / "hf" / "llama_bias")
     with pytest.raises(CheckpointError, match="holds adapters, not a whole model"):
         export_hf(tmp_path / "adapters", tmp_path / "other", base=imported / "llama3_qv_r4")

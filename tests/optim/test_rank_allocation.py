@@ -83,10 +83,11 @@ def test_every_layout_drops_the_same_and_a_resumed_run_goes_on_bit_for_bit(tmp_p
     for name, flags in kept.items():
         columns = abs(weights[name.replace(".kept", ".b")]).sum(0) > 0
         assert columns.tolist() == [flag == 1.0 for flag in flags]
-    layout = Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True)
+    layout = Layout(tp=2, dp=2, zero=3, sequence_parallel=True)
     other_losses, _, other_kept = run_layout(config_with(tmp_path), layout)
     assert other_losses == pytest.approx(losses, rel=1e-5)
     assert other_kept == kept
+    assert run_layout(config_with(None), Layout(pp=2))[2] == kept, "layers of several stages are chosen from together"
     rest, resumed, _ = run_layout(config_with(None), layout, tmp_path / "step-0000003")
     straight, straight_weights, _ = run_layout(config_with(None), layout)
     assert rest == straight[3:]

@@ -85,9 +85,9 @@ def run_layout(config: RunConfig, layout: Layout, load: Path | None = None) -> t
 
 CASES = [
     (ALL, Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True)),
-    (ALL, Layout(pp=4, dp=2, zero=1, schedule="1f1b")),  # nothing on the first stage is trained
+    (ALL, Layout(pp=2, dp=2, zero=1, schedule="interleaved-1f1b")),  # nothing on the first stage is trained
     (ALL, Layout(tp=2, pp=2, schedule="zb-v", tied=True)),
-    (DORA, Layout(tp=4, pp=2, schedule="zb-h1")),
+    (DORA, Layout(tp=2, pp=2, schedule="zb-h1")),
     (DORA, Layout(tp=2, dp=2, zero=2, sequence_parallel=True)),
 ]
 
@@ -158,7 +158,7 @@ def save_quantized(config: RunConfig, folder: Path) -> None:
     save_run(run)
 
 
-INT8_LAYOUTS = [Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True), Layout(tp=4, schedule="zb-h1", pp=2)]
+INT8_LAYOUTS = [Layout(tp=2, dp=2, zero=3, sequence_parallel=True), Layout(tp=2, schedule="zb-h1", pp=2)]
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_every_layout_trains_alike_from_log_2_down(scored: Path, tmp_path: Path)
     (losses, weights), *_ = run_ranks(train_all, 1, config, Layout(), timeout=60)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5), "the model is the reference"
     assert losses[-1] < losses[0] - 0.01
-    for layout in (Layout(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True), Layout(pp=4, schedule="zb-h1"), Layout(dp=4, zero=1)):
+    for layout in (Layout(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True), Layout(dp=2, zero=3)):
         (others, other_weights), *_ = run_ranks(train_all, layout.world_size, config, layout, timeout=90)
         assert others == pytest.approx(losses, rel=1e-5), str(layout)
         for name, value in weights.items():
